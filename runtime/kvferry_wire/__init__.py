@@ -1,0 +1,12 @@
+"""Contracts between kvferry's processes.
+
+Every message that crosses a process border is a ``msgspec.Struct`` of this package, and every byte string that two
+processes must compute alike (block hashes, digests, MACs) is computed here. The package imports nothing of ours and
+does no I/O, so that the router, the engine, the tools and the simulation read one definition.
+
+``PROTOCOL_VERSION`` history:
+
+1. Leg, frames, KV handle, KV control, tcp reads, state stream.
+"""
+
+PROTOCOL_VERSION = 1

@@ -1,0 +1,122 @@
+"""Frames: how a pod answers a leg. On the wire: u32 little-endian length, then msgpack.
+
+A frame is recorded and forwarded whole or not at all.
+"""
+
+import struct
+from typing import Literal
+
+import msgspec
+
+from kvferry_wire.handle import KVHandle
+from kvferry_wire.limits import DEFAULT_LIMITS
+
+FailKind = Literal[
+    "invalid",  # the leg cannot be served as it is (client fault): 400
+    "busy",  # a queue is full or leases hold their share: try another pod, else 429
+    "deadline",  # the request's time is up
+    "cancelled",  # aborted by name or by a tombstone
+    "draining",  # this pod takes nothing new
+    "internal",  # the engine failed
+]
+
+
+class Prefilled(msgspec.Struct, frozen=True, kw_only=True, tag="prefilled"):
+    """Prefill is done: the first token of each choice, and where the KV is (``None`` if no decode needs it)."""
+
+    first: tuple[int, ...]
+    cached_tokens: int
+    handle: KVHandle | None
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+    """Ids of one choice, and the SSE events (whole ones) that they let go; no bytes when held back or not streaming."""
+
+    choice: int
+    ids: tuple[int, ...]
+    data: bytes
+    chars: int = 0  # characters of the choice's text in `data`
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
+    """The EngineCore completed this many steps or idle ticks. Sent each second only while the number grows."""
+
+    step: int
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
+    """A draining decode pod gives its KV away."""
+
+    handle: KVHandle
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """The one right end: finish reasons, usage and ``[DONE]`` together, or the whole body when not streaming."""
+
+    data: bytes
+    finish: tuple[str, ...]
+    completion_tokens: int
+    cached_tokens: int
+    recomputed: str = ""  # the reason, when KV was to be ferried and was computed again
+
+
+class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
+    """The leg ends without an answer. ``message`` is fit for the client: no path, no address, no prompt."""
+
+    kind: FailKind
+    message: str
+    param: str | None = None
+
+
+Frame = Prefilled | Tokens | Alive | Handoff | End | Fail
+
+_HEAD = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame: too long, cut, or not of the schema."""
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """One frame with its length prefix."""
+    body = _encoder.encode(frame)
+    return _HEAD.pack(len(body)) + body
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frames. Holds at most one incomplete frame, capped in size."""
+
+    def __init__(self, max_bytes: int = DEFAULT_LIMITS.frame_bytes) -> None:
+        self._buffer = bytearray()
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Take bytes as they come; return the frames completed by them.
+
+        Raises:
+            FrameError: a frame is longer than the cap or is not of the schema. The decoder is of no use after it.
+        """
+        self._buffer += data
+        frames: list[Frame] = []
+        offset = 0
+        while len(self._buffer) - offset >= _HEAD.size:
+            (length,) = _HEAD.unpack_from(self._buffer, offset)
+            if length > self._max_bytes:
+                raise FrameError(f"frame of {length} bytes; at most {self._max_bytes} are accepted")
+            end = offset + _HEAD.size + length
+            if len(self._buffer) < end:
+                break
+            try:
+                frames.append(_decoder.decode(memoryview(self._buffer)[offset + _HEAD.size : end].tobytes()))
+            except msgspec.DecodeError as error:
+                raise FrameError(f"not a frame: {error}") from error
+            offset = end
+        del self._buffer[:offset]
+        return frames
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of an incomplete frame: more than none at the end of a stream is a cut stream."""
+        return len(self._buffer)

@@ -1,0 +1,65 @@
+"""Every default and cap, in one place; ``GET /internal/v1/info`` shows them.
+
+Durations are seconds, sizes are bytes, counts are counts. A value that a manifest or a flag can change is the default
+of that flag; the others are fixed.
+"""
+
+import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Caps and deadlines of one process."""
+
+    # Requests
+    request_deadline_s: float = 600.0  # from the router's accept to the end of the answer; sent on as time remaining
+    queue: int = 512  # requests waiting in one engine, and in one router
+    choices: int = 8  # `n`
+    messages: int = 1024  # of one chat request
+    stop_strings: int = 16
+    stop_string_chars: int = 256
+    text_chars: int = 1_000_000  # of all prompt text in a request, before it is tokenized
+
+    # HTTP
+    body_bytes: int = 4 * 2**20
+    header_bytes: int = 16 * 2**10  # of one header line
+    connections: int = 2048
+    header_timeout_s: float = 10.0
+    request_id_chars: int = 128
+
+    # Frames between router and pod
+    frame_bytes: int = 8 * 2**20
+    alive_interval_s: float = 1.0
+    stall_timeout_s: float = 5.0  # no frame for this long is the leg's death
+    tombstone_s: float = 60.0  # an aborted leg that arrives later than its abort is refused for this long
+    tombstones: int = 8192
+
+    # Leases and transfers
+    lease_s: float = 15.0
+    renew_fraction: float = 1 / 6  # of the lease: the interval between renewals
+    lease_share: float = 0.5  # of a prefill pod's blocks that leases may hold; beyond it prefill answers busy
+    control_message_bytes: int = 1 * 2**20
+    control_reply_s: float = 2.0  # a reply that takes longer is lost; the message is sent again
+    challenge_s: float = 1.0  # a peer of the data plane that has not proved its key by then is closed
+    connect_s: float = 2.0
+    transfer_floor_s: float = 2.0  # deadline of a pull: this much plus its bytes at the least bandwidth
+    transfer_min_bytes_per_s: float = 20 * 2**20
+    read_blocks: int = 64  # of one read request on the data plane
+    transfers: int = 4  # pulls in flight in one decode engine
+    peer_ttl_s: float = 300.0  # an idle peer's connection and handshake are forgotten
+    reply_memory: int = 4096  # answers to `Release` kept for repeats
+
+    # State stream
+    load_interval_s: float = 1.0
+    state_silence_s: float = 3.0  # an index entry whose pod was silent for longer is not used
+    state_buffer: int = 10_000  # messages kept while a snapshot is fetched; more than that joins again
+
+    # Router
+    index_blocks: int = 2_000_000
+    decisions: int = 512  # routing decisions kept for the explain API
+    text_bundle_bytes: int = 64 * 2**20
+    connect_timeout_s: float = 2.0
+    retry_after_s: int = 1
+    tenants: int = 1024
+
+
+DEFAULT_LIMITS = Limits()

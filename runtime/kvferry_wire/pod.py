@@ -1,0 +1,65 @@
+"""What a pod says of itself: ``GET /internal/v1/info`` (JSON) and ``GET /internal/v1/text`` (msgpack)."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from kvferry_wire.layout import LayoutDescriptor
+from kvferry_wire.limits import Limits
+
+Role = Literal["prefill", "decode", "both"]
+
+
+class PodPorts(msgspec.Struct, frozen=True, kw_only=True):
+    """TCP ports; 0 where the pod does not listen."""
+
+    http: int
+    control: int
+    data: int
+    state: int
+
+
+class PodInfo(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    protocol_version: int
+    incarnation: str  # hex
+    epoch: int
+    role: Role
+    model: str  # served name
+    model_digest: str
+    text_digest: str  # of the text bundle
+    compat_hash: str
+    dtype: str
+    threads: int
+    block_size: int
+    total_blocks: int
+    max_model_len: int
+    max_running: int
+    token_budget: int
+    layout: LayoutDescriptor
+    ports: PodPorts
+    transfer_backends: dict[str, str]  # name -> "ok", or why not
+    attention_backends: dict[str, str]
+    draining: bool
+    limits: Limits
+
+
+class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """All that rendering, tokenizing and validating need; cached by ``digest`` in the router."""
+
+    digest: str  # SHA-256 hex over the other fields
+    tokenizer_json: bytes  # the file format of the `tokenizers` library
+    chat_template: str | None  # Jinja source
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_ids: tuple[int, ...]
+    add_bos: bool  # a plain-text prompt gets the bos token in front
+    vocab_size: int
+    max_model_len: int
+    generation_defaults: dict[str, Any]  # temperature, top_p, top_k as the model's generation config says
+
+
+encode_json = msgspec.json.Encoder().encode
+decode_info = msgspec.json.Decoder(PodInfo).decode
+encode = msgspec.msgpack.Encoder().encode
+decode_text = msgspec.msgpack.Decoder(TextBundle).decode
