@@ -1,0 +1,1 @@
+"""Tensors: KV memory, model runner and sampler."""
