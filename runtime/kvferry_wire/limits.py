@@ -24,6 +24,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     header_bytes: int = 16 * 2**10  # of one header line
     connections: int = 2048
     header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
     request_id_chars: int = 128
 
     # Frames between router and pod
@@ -36,6 +37,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     # Leases and transfers
     lease_s: float = 15.0
     renew_fraction: float = 1 / 6  # of the lease: the interval between renewals
+    answer_s: float = 30.0  # a granted lease whose answer nobody reports as written ends after this
+    leases: int = 65_536  # live in one engine; its blocks bound them earlier
+    ended_lease_s: float = 60.0  # an expired lease is answered `expired` for this long, then `unknown`
+    ended_leases: int = 4096  # ended leases remembered at most
     lease_share: float = 0.5  # of a prefill pod's blocks that leases may hold; beyond it prefill answers busy
     control_message_bytes: int = 1 * 2**20
     control_reply_s: float = 2.0  # a reply that takes longer is lost; the message is sent again
@@ -44,6 +49,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     transfer_floor_s: float = 2.0  # deadline of a pull: this much plus its bytes at the least bandwidth
     transfer_min_bytes_per_s: float = 20 * 2**20
     read_blocks: int = 64  # of one read request on the data plane
+    transfer_stall_s: float = 5.0  # no byte moves on a data connection in use for this long: it is closed
+    data_message_bytes: int = 4096  # of one request or reply head on the data plane
+    data_connections: int = 64  # proved ones, and as many that have yet to prove their key
+    pulls: int = 1024  # legs whose lease is held or whose KV is pulled, in one decode engine
+    peers: int = 256  # other engines known to one decode engine
     transfers: int = 4  # pulls in flight in one decode engine
     peer_ttl_s: float = 300.0  # an idle peer's connection and handshake are forgotten
     reply_memory: int = 4096  # answers to `Release` kept for repeats
@@ -60,6 +70,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_s: float = 2.0
     retry_after_s: int = 1
     tenants: int = 1024
+    inflight: int = 1536  # requests that one router works on; more wait in its queue
+    queue_wait_s: float = 5.0  # a request that waited for so long in the router's queue is refused
+    prefill_share: float = 0.25  # of the request deadline: what one prefill leg may take before decode goes on alone
+    decode_attempts: int = 3  # decode legs of one request before the client has a byte
+    end_grace_s: float = 0.25  # after `End`, for the leg's stream to close
+    client_stall_s: float = 30.0  # a client that takes no byte for so long has left
+    client_buffer_bytes: int = 4 * 2**20  # of one answer, written by decode and not yet taken by the client
+    pod_poll_s: float = 0.5  # between two questions whether a pod is ready
+    pod_reply_s: float = 0.5  # for its answer; two late ones in a row, or one refused connection, and it is out
+    pods: int = 1024  # of one service
 
 
 DEFAULT_LIMITS = Limits()
