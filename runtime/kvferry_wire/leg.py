@@ -46,7 +46,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a request on one pod. Its ``repr`` shows no token."""
 
     internal_id: str  # unique in the service, made by the router
-    attempt: int  # counts the legs of one request on one kind of pod, from 0
+    attempt: int  # counts all legs of one request, from 0, so that no two of them share a name
     request_id: str  # the client's x-request-id, for logs only
     deadline_ms: int  # time remaining; never a clock reading
     prompt_ids: tuple[int, ...]
