@@ -1,0 +1,297 @@
+"""``InferenceService`` (serving.kvferry.dev/v1alpha1): what a user asks for."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from kvferry_operator.api.base import (
+    ACCEPTS,
+    DNS_LABEL,
+    Annotations,
+    Bytes,
+    DnsName,
+    Labels,
+    LeaseDuration,
+    ManifestModel,
+    RequestDuration,
+    Source,
+    raise_broken,
+)
+from kvferry_operator.api.pods import PodSettings
+
+API_VERSION = "serving.kvferry.dev/v1alpha1"
+KIND = "InferenceService"
+MAX_REPLICAS = 64
+
+EngineRoleName = Literal["prefill", "decode"]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Metadata(ManifestModel):
+    """The object's name and marks, as in Kubernetes."""
+
+    name: Annotated[
+        str,
+        Field(
+            pattern=DNS_LABEL,
+            min_length=1,
+            max_length=40,
+            json_schema_extra={
+                ACCEPTS: "a name of at most 40 lower-case letters, digits and '-', a letter or digit at both ends"
+            },
+        ),
+    ]
+    """The service's name; the names of all that belongs to it start with it."""
+
+    namespace: DnsName | None = None
+    """The Kubernetes namespace. Without a meaning on one machine."""
+
+    labels: Labels = Field(default_factory=dict)
+    """Labels of the object."""
+
+    annotations: Annotations = Field(default_factory=dict)
+    """Annotations of the object."""
+
+
+class Model(ManifestModel):
+    """Which model is served, and where it comes from."""
+
+    name: Annotated[
+        str,
+        Field(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$",
+            min_length=1,
+            max_length=128,
+            json_schema_extra={ACCEPTS: "a name of at most 128 letters, digits, '.', '_', ':', '/' or '-'"},
+        ),
+    ]
+    """The name that clients ask for, as in `"model": ...` of a request."""
+
+    source: Source
+    """Where the model comes from: `demo:smollm2` (a small model that needs no account), a hub id (`org/name` or
+    `hf://org/name@revision`), a local folder or GGUF file (`./model`, taken from the manifest's folder), or
+    `toy:` (a model for tests that computes exact integers)."""
+
+
+class EngineSettings(ManifestModel):
+    """Settings of an engine. An absent field is the engine's own default, which it logs at its start."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None
+    """Type of weights and KV. `auto` is float32 on a CPU without fast bfloat16. Absent: `auto`."""
+
+    max_model_len: Annotated[int, Field(ge=8, le=2**24)] | None = None
+    """Most tokens of prompt and answer together. Absent: what the model was trained for."""
+
+    block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Tokens of one KV block; the same for prefill and decode."""
+
+    kv_blocks: Annotated[int, Field(ge=2, le=2**24)] | None = None
+    """KV memory as a number of blocks; excludes `kvMemory`."""
+
+    kv_memory: Bytes | None = None
+    """KV memory as a quantity of bytes, such as `512Mi`; excludes `kvBlocks`."""
+
+    max_running: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Most sequences in the running batch."""
+
+    token_budget: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    """Most tokens that one step computes, of prefill and decode together."""
+
+    prefix_caching: bool | None = None
+    """Whether KV of a prompt's beginning is used again by later requests. Absent: true."""
+
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Compute threads of each engine. Absent: the machine's cores shared among the engines."""
+
+    attention_backend: Literal["auto", "torch"] | None = None
+    """How attention is computed. Absent: `auto`."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> "EngineSettings":
+        if self.kv_blocks is not None and self.kv_memory is not None:
+            raise_broken([("kvMemory", "kvBlocks is given too; accepts one of the two")])
+        return self
+
+    def over(self, base: "EngineSettings") -> "EngineSettings":
+        """These settings where given, else those of ``base``. The two forms of KV memory replace each other."""
+        values = base.model_dump(exclude_none=True)
+        own = self.model_dump(exclude_none=True)
+        if {"kv_blocks", "kv_memory"} & own.keys():
+            values.pop("kv_blocks", None)
+            values.pop("kv_memory", None)
+        return EngineSettings.model_validate(values | own, by_name=True, by_alias=False)
+
+
+class EngineRole(PodSettings):
+    """A pool of engine pods."""
+
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
+    """Number of pods in the pool."""
+
+    engine: EngineSettings = EngineSettings()
+    """Engine settings of this pool; they win over `spec.engine`."""
+
+
+class SecretReference(ManifestModel):
+    """Names a Secret of the service's namespace."""
+
+    name: DnsName
+    """The Secret's name."""
+
+
+class ApiKeys(ManifestModel):
+    """Where the router finds the API keys of its clients: a Secret on Kubernetes, a file on one machine."""
+
+    secret_ref: SecretReference | None = None
+    """The Secret that holds the keys, one client per entry."""
+
+    keys_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """For `kvferry up`: the file that holds the keys; a relative path is taken from the manifest's folder."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> "ApiKeys":
+        if self.secret_ref is None and self.keys_file is None:
+            raise_broken([("", "empty; accepts secretRef, keysFile or both")])
+        return self
+
+
+class Disaggregation(ManifestModel):
+    """When a prompt is computed by a prefill pod and its KV ferried to the decode pod."""
+
+    mode: Literal["auto", "always", "never"] = "auto"
+    """`auto` goes by the two thresholds; `always` and `never` leave them out."""
+
+    min_uncached_tokens: Annotated[int, Field(ge=0, le=2**24)] | None = None
+    """`auto`: a prompt with fewer tokens to compute stays on the decode pod. Absent: the router's default."""
+
+    max_cached_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """`auto`: a prompt of which the decode pod holds more than this share stays there. Absent: the router's default."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> "Disaggregation":
+        thresholds = (("minUncachedTokens", self.min_uncached_tokens), ("maxCachedShare", self.max_cached_share))
+        if self.mode != "auto":
+            told = f"mode is {self.mode}, which uses no threshold; accepts it with mode auto only"
+            raise_broken([(field, told) for field, value in thresholds if value is not None])
+        return self
+
+
+class Router(PodSettings):
+    """The router: the service's one endpoint."""
+
+    replicas: Annotated[int, Field(ge=1, le=16)] = 1
+    """Number of routers. `kvferry up` runs one."""
+
+    port: Port = 8000
+    """The endpoint's port; `kvferry up` binds it on 127.0.0.1 only."""
+
+    auth: Literal["none", "apiKeys"] = "apiKeys"
+    """Whether clients need an API key. `none` lets in everyone who reaches the port."""
+
+    api_keys: ApiKeys | None = None
+    """The clients' keys, for `auth: apiKeys`."""
+
+    disaggregation: Disaggregation = Disaggregation()
+    """When prefill pods are used."""
+
+    request_deadline: RequestDuration | None = None
+    """Time from accepting a request to the end of its answer. Absent: 600 s."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> "Router":
+        if self.auth == "apiKeys" and self.api_keys is None:
+            raise_broken([("apiKeys", "missing; auth apiKeys (the default) needs it, auth none lets everyone in")])
+        if self.auth == "none" and self.api_keys is not None:
+            raise_broken([("apiKeys", "auth is none, which uses no keys; accepts it with auth apiKeys only")])
+        return self
+
+
+class Transfer(ManifestModel):
+    """How KV is ferried from prefill to decode."""
+
+    backend: Literal["auto", "tcp", "nixl", "mooncake"] = "auto"
+    """The transport. `auto` is `tcp`; `nixl` and `mooncake` are reserved names and refused until they are built."""
+
+    lease: LeaseDuration | None = None
+    """How long a prefill pod keeps blocks for a decode pod that does not renew. Absent: 15 s."""
+
+    trust_network: bool = False
+    """Whether transports that cannot authenticate their peers may be chosen; `tcp` does not need it."""
+
+    failure_policy: Literal["recompute"] = "recompute"
+    """What decode does when KV cannot be had: compute the prompt itself."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> "Transfer":
+        if self.backend in ("nixl", "mooncake"):
+            raise_broken([("backend", f"{self.backend} is not built yet; accepts auto or tcp")])
+        return self
+
+
+class InferenceServiceSpec(ManifestModel):
+    """What is asked for."""
+
+    model: Model
+    """The model."""
+
+    engine: EngineSettings = EngineSettings()
+    """Engine settings of both pools."""
+
+    prefill: EngineRole | None = None
+    """The pool that computes prompts. Absent or 0 replicas: decode pods do the whole work."""
+
+    decode: EngineRole
+    """The pool that writes answers."""
+
+    router: Router
+    """The endpoint in front of the pools."""
+
+    transfer: Transfer = Transfer()
+    """How KV is ferried."""
+
+    def engine_of(self, role: EngineRoleName) -> EngineSettings:
+        """The effective engine settings of a pool."""
+        pool = self.decode if role == "decode" else self.prefill
+        return self.engine if pool is None else pool.engine.over(self.engine)
+
+    @property
+    def prefill_replicas(self) -> int:
+        """Number of prefill pods; 0 where the pool is absent."""
+        return 0 if self.prefill is None else self.prefill.replicas
+
+    @model_validator(mode="after")
+    def _rules(self) -> "InferenceServiceSpec":
+        broken: list[tuple[str, str]] = []
+        if self.prefill is not None:
+            prefill, decode = self.engine_of("prefill"), self.engine_of("decode")
+            for field, ours, theirs in (
+                ("blockSize", prefill.block_size, decode.block_size),
+                ("dtype", prefill.dtype or "auto", decode.dtype or "auto"),
+            ):
+                if ours != theirs:
+                    told = f"{_shown(ours)} for prefill, {_shown(theirs)} for decode; they must be equal to ferry KV"
+                    broken.append((f"prefill.engine.{field}", told))
+        if self.router.disaggregation.mode == "always" and self.prefill_replicas == 0:
+            broken.append(("router.disaggregation.mode", "always needs a prefill pool; spec.prefill.replicas is 0"))
+        raise_broken(broken)
+        return self
+
+
+def _shown(value: object) -> str:
+    return "the engine's default" if value is None else str(value)
+
+
+class InferenceService(ManifestModel):
+    """A model served by a prefill pool, a decode pool and a router."""
+
+    api_version: Literal["serving.kvferry.dev/v1alpha1"]
+    """The version of these types."""
+
+    kind: Literal["InferenceService"]
+    """The kind of this object."""
+
+    metadata: Metadata
+    """Name and marks of the service."""
+
+    spec: InferenceServiceSpec
+    """What is asked for."""

@@ -1,0 +1,64 @@
+"""The revision: a hash of the spec fields that change what an engine pod computes or how it lays out KV.
+
+Both tables together name every field of the spec (a test compares them with the types), so that a new field is
+placed on purpose.
+"""
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from kvferry_operator.api.service import InferenceServiceSpec
+
+# Field -> why another value needs other pods.
+REVISION_FIELDS: dict[str, str] = {
+    "model.name": "the served name is an argument of each engine",
+    "model.source": "other weights, other KV",
+    "engine": "how KV is computed and laid out",
+    "prefill.engine": "how KV is computed and laid out",
+    "prefill.env": "may change what is computed",
+    "prefill.image": "other code",
+    "prefill.resources": "sizes threads and KV memory",
+    "decode.engine": "how KV is computed and laid out",
+    "decode.env": "may change what is computed",
+    "decode.image": "other code",
+    "decode.resources": "sizes threads and KV memory",
+    "transfer": "how KV is ferried; both sides must agree",
+}
+
+# Field -> why the same pods serve on.
+OTHER_FIELDS: dict[str, str] = {
+    "prefill.replicas": "scale only",
+    "decode.replicas": "scale only",
+    **{
+        f"{role}.{field}": "where a pod runs and how it is marked, not what it computes"
+        for role in ("prefill", "decode")
+        for field in (
+            "nodeSelector",
+            "tolerations",
+            "affinity",
+            "topologySpreadConstraints",
+            "priorityClassName",
+            "labels",
+            "annotations",
+        )
+    },
+    "router": "the router computes no KV",
+}
+
+
+def revision(spec: InferenceServiceSpec, model_commit: str | None) -> str:
+    """Ten hex digits, equal exactly where the fields of the table (and the model's commit) are equal."""
+    values = spec.model_dump(by_alias=True, exclude_none=True)
+    chosen = {field: _at(values, field) for field in REVISION_FIELDS}
+    canonical = msgspec.json.encode({"fields": chosen, "commit": model_commit}, order="deterministic")
+    return hashlib.sha256(canonical).hexdigest()[:10]
+
+
+def _at(values: dict[str, Any], field: str) -> Any:
+    found: Any = values
+    for part in field.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    # A pool that is absent and one without settings compute alike.
+    return found or None
