@@ -24,15 +24,15 @@ QUEUE_FULL = Failure(
 NO_CAPACITY = Failure(
     status=503,
     message="No engine can take the request now. Try again.",
-    type="service_unavailable_error",
-    code="no_capacity",
+    type="server_error",
+    code="unavailable",
     outcome="unavailable",
     retry_after_s=_RETRY_S,
 )
 ENGINE_LOST = Failure(
     status=503,
     message="The engine that worked on the answer was lost before the answer was complete.",
-    type="service_unavailable_error",
+    type="server_error",
     code="engine_lost",
     outcome="unavailable",
     retry_after_s=_RETRY_S,
@@ -40,21 +40,21 @@ ENGINE_LOST = Failure(
 ENGINE_FAILED = Failure(
     status=500,
     message="The engine failed on this request.",
-    type="internal_server_error",
+    type="server_error",
     code="engine_failed",
     outcome="failed",
 )
 ENGINE_PROTOCOL = Failure(
     status=502,
     message="The engine answered in a way that does not follow the protocol.",
-    type="internal_server_error",
+    type="server_error",
     code="engine_protocol",
     outcome="failed",
 )
 DEADLINE = Failure(
     status=504,
     message="The request's deadline has passed.",
-    type="timeout_error",
+    type="server_error",
     code="deadline_exceeded",
     outcome="deadline",
 )

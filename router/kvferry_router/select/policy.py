@@ -1,0 +1,156 @@
+"""Selection: candidates -> filter -> score -> pick. Free of side effects; the caller books before it opens a leg."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvferry_router.flow_messages import Kind
+from kvferry_router.select.candidates import Ask, Candidate
+from kvferry_router.select.filters import why_not
+from kvferry_router.select.picker import pick
+from kvferry_router.select.scorers import CostModel, Score, score_alone, score_decode, score_prefill
+
+Reason = Literal[
+    "split",  # prefill and decode on two pods
+    "short",  # too few uncached tokens to be worth a transfer
+    "cached",  # the decode pod has most of the prompt
+    "no_prefill",  # no prefill pod that the decode pod could read from
+    "no_decode",  # nothing can answer
+    "retry",  # another pod for a leg that failed
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Thresholds of conditional disaggregation, and the cost model.
+
+    Attributes:
+        disaggregate_min_tokens: a prompt with fewer uncached tokens at the best decode pod is decode's alone.
+        disaggregate_max_cached_share: so is one of which more than this share (0..1) is cached there.
+    """
+
+    disaggregate_min_tokens: int = 64
+    disaggregate_max_cached_share: float = 0.8
+    costs: CostModel = field(default_factory=CostModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was chosen, why, and every candidate's score or the reason against it."""
+
+    internal_id: str
+    reason: Reason
+    prefill: str | None
+    decode: str | None
+    prompt_tokens: int
+    scores: dict[str, tuple[Score, ...]]  # "prefill", "decode", "alone"
+    filtered: dict[str, dict[str, str]]  # "prefill", "decode" -> pod -> why not
+
+
+def choose(ask: Ask, candidates: Sequence[Candidate], policy: Policy, rng: random.Random) -> Decision:
+    """Choose a decode pod, and a prefill pod if splitting the work is worth it."""
+    decode_pool, decode_out = _pool("decode", ask, candidates)
+    prefill_pool, prefill_out = _pool("prefill", ask, candidates)
+    filtered = {"prefill": prefill_out, "decode": decode_out}
+    alone = tuple(score_alone(pod, ask, policy.costs) for pod in decode_pool)
+    scores: dict[str, tuple[Score, ...]] = {"alone": alone}
+    best_alone = pick(alone, rng)
+    if best_alone is None:
+        return Decision(ask.internal_id, "no_decode", None, None, ask.prompt_tokens, scores, filtered)
+
+    def alone_for(reason: Reason) -> Decision:
+        return Decision(ask.internal_id, reason, None, best_alone.pod, ask.prompt_tokens, scores, filtered)
+
+    cached = best_alone.terms["cached_tokens"]
+    if ask.prompt_tokens - cached < policy.disaggregate_min_tokens:
+        return alone_for("short")
+    if cached > policy.disaggregate_max_cached_share * ask.prompt_tokens:
+        return alone_for("cached")
+    scores["prefill"] = tuple(score_prefill(pod, ask, policy.costs) for pod in prefill_pool)
+    scores["decode"] = tuple(score_decode(pod, ask, policy.costs) for pod in decode_pool)
+    pair = _best_pair(candidates, scores["prefill"], scores["decode"], rng)
+    if pair is None:
+        return alone_for("no_prefill")
+    return Decision(ask.internal_id, "split", pair[0], pair[1], ask.prompt_tokens, scores, filtered)
+
+
+def choose_again(
+    ask: Ask,
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    rng: random.Random,
+    *,
+    kind: Kind,
+    compat_hash: str | None,
+) -> Decision:
+    """Choose another pod of one kind for a leg that failed.
+
+    Args:
+        compat_hash: what the pod must be equal to: that of the leg's other pod; ``None`` when there is none.
+    """
+    pool, out = _pool(kind, ask, candidates)
+    for pod in pool:
+        if compat_hash is not None and pod.compat_hash != compat_hash:
+            out[pod.name] = "its KV is not compatible"
+    pool = [pod for pod in pool if pod.name not in out]
+    if kind == "prefill":
+        scores = tuple(score_prefill(pod, ask, policy.costs) for pod in pool)
+    elif compat_hash is None:
+        scores = tuple(score_alone(pod, ask, policy.costs) for pod in pool)
+    else:
+        scores = tuple(score_decode(pod, ask, policy.costs) for pod in pool)
+    best = pick(scores, rng)
+    chosen = None if best is None else best.pod
+    return Decision(
+        internal_id=ask.internal_id,
+        reason="retry",
+        prefill=chosen if kind == "prefill" else None,
+        decode=chosen if kind == "decode" else None,
+        prompt_tokens=ask.prompt_tokens,
+        scores={kind: scores},
+        filtered={kind: out},
+    )
+
+
+def _pool(kind: Kind, ask: Ask, candidates: Sequence[Candidate]) -> tuple[list[Candidate], dict[str, str]]:
+    pool, out = [], {}
+    for pod in candidates:
+        reason = why_not(kind, pod, ask)
+        if reason:
+            out[pod.name] = reason
+        else:
+            pool.append(pod)
+    return pool, out
+
+
+def _best_pair(
+    candidates: Sequence[Candidate], prefill: Sequence[Score], decode: Sequence[Score], rng: random.Random
+) -> tuple[str, str] | None:
+    """The pair of least summed cost among two pods of equal compat hash.
+
+    The sum's terms are independent but for "not the same pod", so within a hash the best pair holds the best prefill
+    pod or the best decode pod.
+    """
+    compat = {pod.name: pod.compat_hash for pod in candidates}
+    pairs: list[tuple[Score, Score]] = []
+    for group in sorted({compat[score.pod] for score in prefill} & {compat[score.pod] for score in decode}):
+        givers = [score for score in prefill if compat[score.pod] == group]
+        takers = [score for score in decode if compat[score.pod] == group]
+        giver, taker = pick(givers, rng), pick(takers, rng)
+        assert giver is not None and taker is not None
+        if giver.pod != taker.pod:
+            pairs.append((giver, taker))
+            continue
+        other_taker = pick([score for score in takers if score.pod != giver.pod], rng)
+        other_giver = pick([score for score in givers if score.pod != taker.pod], rng)
+        if other_taker is not None:
+            pairs.append((giver, other_taker))
+        if other_giver is not None:
+            pairs.append((other_giver, taker))
+    if not pairs:
+        return None
+    best = pick([Score(f"{p.pod}\0{d.pod}", p.total_s + d.total_s, {}) for p, d in pairs], rng)
+    assert best is not None
+    giver_pod, _, taker_pod = best.pod.partition("\0")
+    return giver_pod, taker_pod
