@@ -1,0 +1,153 @@
+"""One connection of the tcp back end: options, the mutual proof, whole messages, and scattered payload.
+
+Sockets are blocking with a short kernel time-out, so that filling many blocks is one system call and yet no call blocks
+for long. One thread owns a link and closes it; any other may `abort` it, which ends what the owner waits for at once.
+"""
+
+import contextlib
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from kvferry_wire.data import NONCE_BYTES, PROOF_BYTES, proof
+from kvferry_wire.keys import mac_equal
+from kvferry_wire.limits import Limits
+
+HEAD = struct.Struct("<I")
+SLICE_S = 0.25  # a system call returns at least so often
+MAX_BUFFERS = 512  # of one system call; Linux takes 1024
+_TIMEVAL = struct.Struct("@ll")
+
+
+class LinkError(ConnectionError):
+    """The connection is of no use any more: closed, stalled, not proved, or it carried what is no message."""
+
+
+class Link:
+    """A connected TCP socket, owned by the link from now on."""
+
+    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+        self._sock = sock
+        self._limits = limits
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The buffers' sizes are left to the kernel: a size set by hand is capped low and ends its auto-tuning.
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(0, int(SLICE_S * 1e6)))
+
+    def prove_as_reader(self, kv_key: bytes) -> None:
+        """The reader's half of the challenge. Raises `LinkError` unless the owner holds the key too."""
+        deadline = time.monotonic() + self._limits.challenge_s
+        nonce, theirs, answer = secrets.token_bytes(NONCE_BYTES), bytearray(NONCE_BYTES), bytearray(PROOF_BYTES)
+        self.send([memoryview(nonce)])
+        self.receive([memoryview(theirs)], deadline=deadline)
+        self.send([memoryview(proof(kv_key, "reader", nonce, bytes(theirs)))])
+        self.receive([memoryview(answer)], deadline=deadline)
+        if not mac_equal(bytes(answer), proof(kv_key, "owner", bytes(theirs), nonce)):
+            raise LinkError("the peer does not hold the kv key")
+
+    def send_message(self, body: bytes, payload: Sequence[memoryview] = ()) -> None:
+        """Send a length-prefixed message and the bytes after it."""
+        self.send([memoryview(HEAD.pack(len(body)) + body), *payload])
+
+    def wait_message(self, idle_s: float) -> None:
+        """Return when a message has begun to arrive. Raises `LinkError` after `idle_s`."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        if not poller.poll(idle_s * 1000):
+            raise LinkError(f"idle for {idle_s:g} s")
+
+    def receive_message(self) -> bytes:
+        """Receive one length-prefixed message."""
+        head = bytearray(HEAD.size)
+        self.receive([memoryview(head)])
+        (length,) = HEAD.unpack(head)
+        if not 0 < length <= self._limits.data_message_bytes:
+            raise LinkError(f"a message of {length} bytes; 1..{self._limits.data_message_bytes} are accepted")
+        body = bytearray(length)
+        self.receive([memoryview(body)])
+        return bytes(body)
+
+    def send(self, buffers: Sequence[memoryview]) -> None:
+        """Send all bytes of all buffers."""
+        queue = BufferQueue(buffers)
+        moved_at = time.monotonic()
+        while queue.left:
+            try:
+                sent = self._sock.sendmsg(queue.head())
+            except BlockingIOError:
+                self._check_stall(moved_at)
+                continue
+            except OSError as error:
+                raise LinkError(f"send: {error}") from error
+            queue.advance(sent)
+            moved_at = time.monotonic()
+
+    def receive(
+        self,
+        buffers: Sequence[memoryview],
+        *,
+        deadline: float | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fill all buffers. `arrived` hears the size of each piece; `deadline` is on `time.monotonic`."""
+        queue = BufferQueue(buffers)
+        moved_at = time.monotonic()
+        while queue.left:
+            try:
+                count, _, _, _ = self._sock.recvmsg_into(queue.head(), 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                self._check_stall(moved_at)
+                count = 0
+            except OSError as error:
+                raise LinkError(f"receive: {error}") from error
+            else:
+                if count == 0:
+                    raise LinkError("the peer closed the connection")
+                queue.advance(count)
+                moved_at = time.monotonic()
+                if arrived is not None:
+                    arrived(count)
+            if deadline is not None and queue.left and time.monotonic() >= deadline:
+                raise LinkError("not in time")
+
+    def abort(self) -> None:
+        """From any thread: what the owning thread waits for ends at once, and so does every later call."""
+        with contextlib.suppress(OSError):  # not connected any more
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """By the owning thread: give the descriptor back."""
+        self.abort()
+        self._sock.close()
+
+    def _check_stall(self, moved_at: float) -> None:
+        if time.monotonic() - moved_at >= self._limits.transfer_stall_s:
+            raise LinkError(f"nothing moved for {self._limits.transfer_stall_s:g} s")
+
+
+class BufferQueue:
+    """Buffers that system calls fill or send in part, first to last."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = [part for part in buffers if part.nbytes]
+        self._first = 0
+        self.left = sum(part.nbytes for part in self._buffers)
+
+    def head(self) -> list[memoryview]:
+        """As many buffers as one call takes, from the first byte that is left."""
+        return self._buffers[self._first : self._first + MAX_BUFFERS]
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes are done."""
+        self.left -= nbytes
+        while nbytes:
+            first = self._buffers[self._first]
+            if nbytes < first.nbytes:
+                self._buffers[self._first] = first[nbytes:]
+                return
+            nbytes -= first.nbytes
+            self._first += 1

@@ -1,0 +1,455 @@
+"""The reader's side: one thread that drives all pulls of an engine, so that no long step delays a renewal.
+
+It owns the flows, the peers and their sockets, and all calls to the back ends. Others hand it commands and are told
+of each finished pull by `post`. What it decides is in `flow` and `handshake`.
+"""
+
+import itertools
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from kvferry_runtime.core.messages import DropLease, HoldLease, LegKey, PullFinished, StartPull
+from kvferry_runtime.transfer.backends.base import BackendError, ReadJob, ReadState, TransferBackend
+from kvferry_runtime.transfer.config import PullCounters
+from kvferry_runtime.transfer.flow import WITHOUT_BLOCKS, TransferFlow
+from kvferry_runtime.transfer.flow_messages import (
+    Answered,
+    BlocksGiven,
+    BytesArrived,
+    Drop,
+    Finished,
+    FlowEffect,
+    FlowEvent,
+    Handshake,
+    Read,
+    ReadDone,
+    ReadStarted,
+    ReadStopped,
+    Refused,
+    SendFailed,
+    SendRelease,
+    SendRenew,
+    StopRead,
+    Tick,
+    Welcomed,
+)
+from kvferry_runtime.transfer.handshake import INCARNATION, OwnSide, PeerBook, PeerKey, PeersFullError, judge_reply
+from kvferry_runtime.transfer.peer_sockets import PeerSockets
+from kvferry_runtime.transfer.reasons import RecomputeReason
+from kvferry_wire.control import (
+    Answers,
+    ControlBody,
+    ControlReply,
+    ControlRequest,
+    Failed,
+    HelloBody,
+    LeaseRef,
+    Refuse,
+    Release,
+    Renew,
+    decode_reply,
+    encode,
+)
+from kvferry_wire.handle import KVHandle
+from kvferry_wire.limits import Limits
+
+_log = logging.getLogger(__name__)
+
+_IDLE_S = 0.25  # a wait without anything due
+
+Command = HoldLease | StartPull | DropLease
+
+
+@dataclass(eq=False, slots=True)
+class _Pull:
+    """One leg's lease and what is done with it."""
+
+    key: LegKey
+    handle: KVHandle
+    lease: LeaseRef
+    peer: PeerKey
+    flow: TransferFlow
+    blocks: tuple[tuple[int, ...], ...] = ()
+    backend: TransferBackend | None = None
+    read: object | None = None  # the back end's, while it runs
+    arrived: int = 0
+    next_poll: float = 0.0
+
+
+class ReaderControl:
+    """Drives the pulls of one engine.
+
+    Args:
+        backends: available ones, by name, in order of preference.
+        block_bytes: of a block of each KV group.
+        post: thread-safe; hears of each pull once, after the last write into its blocks.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        kv_key: bytes,
+        own: Callable[[], OwnSide],
+        backends: Mapping[str, TransferBackend],
+        block_bytes: tuple[int, ...],
+        limits: Limits,
+        post: Callable[[PullFinished], None],
+    ) -> None:
+        self._own = own
+        self._incarnation = own().body.incarnation
+        self._backends = backends
+        self._block_bytes = block_bytes
+        self._limits = limits
+        self._post = post
+        self._next_id = itertools.count(1).__next__
+        self._pulls: dict[LegKey, _Pull] = {}
+        self._awaited: dict[int, _Pull] = {}  # by message id: renewals and releases
+        self._queued: deque[_Pull] = deque()  # wait for a place among the reads
+        self._reading: list[_Pull] = []
+        self._peers = PeerBook(next_id=self._next_id, limits=limits)
+        self._backend_peers: dict[tuple[PeerKey, str], object] = {}
+        self._sockets = PeerSockets(context, kv_key, limits)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._sockets.watch(self._wake_receiver.fileno())
+        self._closing = threading.Event()
+        self._peers_due = 0.0
+        self.counters = PullCounters()
+        self.failure = ""
+        self._thread = threading.Thread(target=self._run, name="kv-control-reader", daemon=True)
+
+    # ---- from any thread -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Work from now on."""
+        self._thread.start()
+
+    def command(self, command: Command) -> None:
+        """Hand over an effect of the engine's core."""
+        self._commands.put(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look at commands and reads now."""
+        try:
+            self._wake_sender.send(b"x")
+        except BlockingIOError:
+            pass  # as many wake-ups are pending as the pipe holds
+        except OSError:
+            pass  # closed: nothing is left to wake
+
+    def close(self, timeout: float) -> bool:
+        """Cancel all pulls; each is posted as finished before this returns. False if `timeout` passes."""
+        self._closing.set()
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        else:
+            self._sockets.close()
+        if self._thread.is_alive():
+            return False
+        while not self._commands.empty():  # came after the last round
+            command = self._commands.get_nowait()
+            if isinstance(command, StartPull):
+                self._post(PullFinished(key=command.key, reason=RecomputeReason.CANCELLED.value))
+        self._wake_sender.close()
+        self._wake_receiver.close()
+        return True
+
+    def holds_and_pulls(self) -> tuple[int, int, int]:
+        """Legs without blocks, legs with blocks, and those that a back end works on."""
+        pulls = tuple(self._pulls.copy().values())
+        holds = sum(pull.flow.state in WITHOUT_BLOCKS for pull in pulls)
+        return holds, len(pulls) - holds, len(self._reading)
+
+    def peers(self) -> tuple[int, int]:
+        """Known peers, and handshakes begun."""
+        return len(self._peers), self._peers.handshakes
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not (self._closing.is_set() and not self._pulls):
+                self._sockets.poll(self._wait_s(time.monotonic()))
+                self._round()
+        except Exception as error:  # noqa: BLE001 - kept, and raised by `check_integrity`
+            self.failure = f"{type(error).__name__}: {error}"
+            _log.exception("the pull thread has died")
+        finally:
+            self._sockets.close()
+
+    def _round(self) -> None:
+        self._drain_wakes()
+        for data in self._sockets.receive():
+            self._on_reply(data)
+        while not self._commands.empty():
+            self._on_command(self._commands.get_nowait())
+        if self._closing.is_set():
+            for pull in tuple(self._pulls.values()):
+                self._feed(pull, Drop("closing"))
+        self._poll_reads()
+        now = time.monotonic()
+        for pull in tuple(self._pulls.values()):
+            if pull.flow.next_wake() <= now:
+                self._feed(pull, Tick())
+        self._start_reads()
+        if now >= self._peers_due:
+            self._peers_due = now + _IDLE_S
+            self._tend_peers(now)
+
+    def _wait_s(self, now: float) -> float:
+        due = min((pull.flow.next_wake() for pull in self._pulls.values()), default=now + _IDLE_S)
+        polls = min((pull.next_poll for pull in self._reading), default=due)
+        return max(0.0, min(due - now, polls - now, _IDLE_S))
+
+    def _drain_wakes(self) -> None:
+        try:
+            while len(self._wake_receiver.recv(4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass  # woken by a reply or by time
+
+    # ---- commands ------------------------------------------------------------------------------------------------
+
+    def _on_command(self, command: Command) -> None:
+        match command:
+            case HoldLease():
+                self._hold(command)
+            case StartPull():
+                self._start_pull(command)
+            case DropLease():
+                pull = self._pulls.get(command.key)
+                if pull is not None:  # else it has finished meanwhile, which was posted
+                    self._feed(pull, Drop(command.reason))
+
+    def _hold(self, hold: HoldLease) -> None:
+        if hold.key in self._pulls:
+            raise ValueError(f"hold: the lease of {hold.key} is held already")
+        now = time.monotonic()
+        handle = hold.handle
+        flow = TransferFlow(
+            lease_s=handle.lease_ms / 1000,
+            deadline=now + hold.deadline_s,
+            limits=self._limits,
+            next_id=self._next_id,
+            now=now,
+        )
+        lease = LeaseRef(handle.lease_id, handle.incarnation, handle.epoch, handle.prompt_digest)
+        peer = PeerKey(handle.incarnation, handle.host, handle.control_port)
+        pull = _Pull(hold.key, handle, lease, peer, flow)
+        self._pulls[hold.key] = pull
+        try:
+            if len(self._pulls) > self._limits.pulls:
+                raise PeersFullError(f"pulls: at most {self._limits.pulls} are accepted")
+            for forgotten in self._peers.enter(peer, now):
+                self._forget(forgotten)
+        except PeersFullError as error:
+            _log.warning("the lease of a leg is not held: %s", error)
+            pull.peer = _NOBODY
+            self._perform(pull, flow.handle(Refused(RecomputeReason.CONNECT), now))
+            return
+        self._perform(pull, flow.begin(now))
+
+    def _start_pull(self, start: StartPull) -> None:
+        if start.key not in self._pulls:
+            self._hold(HoldLease(key=start.key, handle=start.handle, deadline_s=start.deadline_s))
+        pull = self._pulls[start.key]
+        pull.blocks = start.blocks
+        lengths = {len(group) for group in start.blocks}
+        if len(start.blocks) != len(self._block_bytes) or lengths != {start.handle.block_count}:
+            self._feed(pull, Refused(RecomputeReason.HANDLE))
+        nbytes = sum(len(ids) * size for ids, size in zip(start.blocks, self._block_bytes, strict=False))
+        self._feed(pull, BlocksGiven(nbytes))
+
+    # ---- effects -------------------------------------------------------------------------------------------------
+
+    def _feed(self, pull: _Pull, event: FlowEvent) -> None:
+        self._perform(pull, pull.flow.handle(event, time.monotonic()))
+
+    def _perform(self, pull: _Pull, effects: list[FlowEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Handshake():
+                    self._shake_hands(pull)
+                case SendRenew(message_id):
+                    self._awaited[message_id] = pull
+                    self._send(pull.peer, message_id, Renew(leases=(pull.lease,)))
+                case SendRelease(message_id):
+                    self._awaited[message_id] = pull
+                    self._send(pull.peer, message_id, Release(lease=pull.lease))
+                case SendFailed(message_id, reason):
+                    self._send(pull.peer, message_id, Failed(lease=pull.lease, reason=reason[:64]))
+                case Read():
+                    self._queued.append(pull)
+                case StopRead():
+                    self._stop_read(pull)
+                case Finished():
+                    self._finish(pull, effect)
+        if pull.flow.ended:
+            self._remove(pull)
+
+    def _shake_hands(self, pull: _Pull) -> None:
+        answer = self._peers.ask(pull.peer, pull, time.monotonic())
+        if isinstance(answer, int):
+            self._send(pull.peer, answer, self._own().hello())
+        elif answer is not None:
+            self._feed(pull, _verdict_event(answer))
+
+    def _send(self, peer: PeerKey, message_id: int, body: ControlBody) -> None:
+        if peer is _NOBODY:
+            return
+        request = ControlRequest(reader=self._incarnation, id=message_id, body=body)
+        self._sockets.send(peer, encode(request))
+
+    def _stop_read(self, pull: _Pull) -> None:
+        if pull.read is not None and pull.backend is not None:
+            pull.backend.stop(pull.read)
+            pull.next_poll = 0.0
+        else:
+            self._queued.remove(pull)
+            self._feed(pull, ReadStopped())
+
+    def _finish(self, pull: _Pull, finished: Finished) -> None:
+        counters = self.counters
+        if finished.reason is None:
+            counters.ok += 1
+            counters.nbytes += finished.nbytes
+            counters.seconds += finished.seconds
+        else:
+            counters.failed[finished.reason.value] = counters.failed.get(finished.reason.value, 0) + 1
+        self._post(
+            PullFinished(
+                key=pull.key,
+                reason="" if finished.reason is None else finished.reason.value,
+                seconds=finished.seconds,
+                nbytes=finished.nbytes,
+            )
+        )
+
+    def _remove(self, pull: _Pull) -> None:
+        if self._pulls.get(pull.key) is not pull:
+            return
+        del self._pulls[pull.key]
+        for message_id in [known for known, owner in self._awaited.items() if owner is pull]:
+            del self._awaited[message_id]
+        if pull.peer is not _NOBODY:
+            self._peers.leave(pull.peer, pull, time.monotonic())
+
+    # ---- reads ---------------------------------------------------------------------------------------------------
+
+    def _start_reads(self) -> None:
+        while self._queued and len(self._reading) < self._limits.transfers:
+            pull = self._queued.popleft()
+            try:
+                backend, peer = self._backend_for(pull)
+                pull.read = backend.read(peer, ReadJob(pull.lease, pull.blocks))
+            except BackendError as error:
+                _log.warning("a pull cannot begin: %s", error)
+                self._feed(pull, ReadStopped(RecomputeReason.NO_BACKEND))
+                continue
+            pull.backend = backend
+            pull.next_poll = time.monotonic() + backend.poll_interval_s
+            self._reading.append(pull)
+            self._feed(pull, ReadStarted())
+
+    def _backend_for(self, pull: _Pull) -> tuple[TransferBackend, object]:
+        for name, backend in self._backends.items():
+            descriptor = pull.handle.backends.get(name)
+            if descriptor is None:
+                continue
+            known = self._backend_peers.get((pull.peer, name))
+            if known is None:
+                known = backend.connect(pull.peer.incarnation, pull.peer.host, descriptor)
+                self._backend_peers[pull.peer, name] = known
+            return backend, known
+        raise BackendError(f"backends: the peer has {sorted(pull.handle.backends)}, we have {sorted(self._backends)}")
+
+    def _poll_reads(self) -> None:
+        now = time.monotonic()
+        for pull in tuple(self._reading):
+            assert pull.backend is not None
+            status = pull.backend.poll(pull.read)
+            pull.next_poll = now + pull.backend.poll_interval_s
+            if status.nbytes != pull.arrived:
+                pull.arrived = status.nbytes
+                self._feed(pull, BytesArrived(status.nbytes))
+            if status.state is ReadState.RUNNING:
+                continue
+            pull.backend.release(pull.read)
+            pull.read = None
+            self._reading.remove(pull)
+            if status.state is ReadState.DONE:
+                self._feed(pull, ReadDone())
+            else:
+                _log.info("a read ended early: %s", status.detail)
+                self._feed(pull, ReadStopped(status.reason))
+
+    # ---- replies and peers ---------------------------------------------------------------------------------------
+
+    def _on_reply(self, data: bytes) -> None:
+        try:
+            reply: ControlReply = decode_reply(data)
+        except msgspec.DecodeError as error:
+            _log.warning("control reply dropped: %s", error)
+            return
+        asked = self._peers.asked(reply.id)
+        if asked is not None:
+            verdict = judge_reply(reply.body, self._own(), asked.incarnation)
+            self._settle(asked, verdict)
+            return
+        pull = self._awaited.pop(reply.id, None)
+        if pull is None or not isinstance(reply.body, Answers) or len(reply.body.answers) != 1:
+            return  # late: its flow has gone on; or the answer to a `Failed`, which nobody waits for
+        self._feed(pull, Answered(reply.id, reply.body.answers[0]))
+
+    def _settle(self, key: PeerKey, verdict: HelloBody | Refuse) -> None:
+        if isinstance(verdict, Refuse):
+            _log.warning(
+                "peer %s refused: %s is %s here and %s there",
+                key.incarnation.hex(),
+                verdict.field,
+                verdict.ours,
+                verdict.theirs,
+            )
+        for waiter in self._peers.settle(key, verdict):
+            assert isinstance(waiter, _Pull)
+            self._feed(waiter, _verdict_event(verdict))
+
+    def _tend_peers(self, now: float) -> None:
+        resend, forgotten = self._peers.tick(now)
+        for key, message_id in resend:
+            self._send(key, message_id, self._own().hello())
+        for key in forgotten:
+            self._forget(key)
+
+    def _forget(self, key: PeerKey) -> None:
+        self._sockets.forget(key)
+        for name, backend in self._backends.items():
+            known = self._backend_peers.pop((key, name), None)
+            if known is not None:
+                backend.forget(known)
+
+
+# A pull that found no place among the peers: nothing is sent for it.
+_NOBODY = PeerKey(b"", "", 0)
+
+
+def _verdict_event(verdict: HelloBody | Refuse) -> Welcomed | Refused:
+    if isinstance(verdict, HelloBody):
+        return Welcomed()
+    # Another incarnation at the address: the one that granted the lease is gone, and its leases with it.
+    gone = verdict.field == INCARNATION
+    return Refused(RecomputeReason.LEASE_UNKNOWN if gone else RecomputeReason.MISMATCH)
