@@ -15,9 +15,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     queue: int = 512  # requests waiting in one engine, and in one router
     choices: int = 8  # `n`
     messages: int = 1024  # of one chat request
+    content_parts: int = 1024  # of one message
     stop_strings: int = 16
     stop_string_chars: int = 256
+    stop_token_ids: int = 64
     text_chars: int = 1_000_000  # of all prompt text in a request, before it is tokenized
+    rendered_chars: int = 2_000_000  # of what a chat template makes of the messages
 
     # HTTP
     body_bytes: int = 4 * 2**20
@@ -33,6 +36,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     stall_timeout_s: float = 5.0  # no frame for this long is the leg's death
     tombstone_s: float = 60.0  # an aborted leg that arrives later than its abort is refused for this long
     tombstones: int = 8192
+    leg_outputs: int = 65536  # outputs of one leg that wait for its connection; more than that ends it
+
+    # Between a pod's API server and its EngineCore
+    engine_messages: int = 10_000  # that wait in one direction
+    engine_start_s: float = 900.0  # load of the model included
+    engine_wedged_s: float = 9.0  # no step and no idle tick for this long: the pod is not live
+    engine_kill_s: float = 20.0  # and for this long: the EngineCore is killed and started again
+    engine_stop_s: float = 5.0  # an ordered end that takes longer is a hard one
 
     # Leases and transfers
     lease_s: float = 15.0
@@ -49,6 +60,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     transfer_floor_s: float = 2.0  # deadline of a pull: this much plus its bytes at the least bandwidth
     transfer_min_bytes_per_s: float = 20 * 2**20
     read_blocks: int = 64  # of one read request on the data plane
+    read_bytes: int = 8 * 2**20  # of one read request, about; one block at least
     transfer_stall_s: float = 5.0  # no byte moves on a data connection in use for this long: it is closed
     data_message_bytes: int = 4096  # of one request or reply head on the data plane
     data_connections: int = 64  # proved ones, and as many that have yet to prove their key
