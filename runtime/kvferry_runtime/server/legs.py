@@ -1,0 +1,252 @@
+"""Legs in the API server: a ``Leg`` goes to the engine, its outputs come back as frames.
+
+A leg is an async iterator of frame groups; a group is what may be written at once. Closing the iterator before its
+end (the caller's connection broke) aborts the leg in the engine. After the group that holds ``Prefilled`` the caller
+asks for the next one when, and only when, the group was written: that starts the lease.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from kvferry_runtime.core.messages import EngineOutput, FailOut, LegKey, PrefilledOut, Submit, TokensOut
+from kvferry_runtime.core.tombstones import Tombstones
+from kvferry_runtime.engine.child import EngineGoneError
+from kvferry_runtime.engine.client import EngineClient
+from kvferry_runtime.engine.streams import LegStream
+from kvferry_runtime.server.leg_check import leg_fault
+from kvferry_runtime.server.metrics import LegClock, PodMetrics
+from kvferry_service import logs
+from kvferry_text.answer import AnswerWriter, Written
+from kvferry_text.bundle import TextTools
+from kvferry_wire.frames import Alive, End, Fail, Frame, Prefilled, Tokens
+from kvferry_wire.leg import AbortRequest, Leg
+from kvferry_wire.limits import Limits
+
+FrameGroup = list[Frame]
+
+_log = logs.get_logger(__name__)
+
+
+class Legs:
+    """Starts legs and aborts them by name. For one event loop."""
+
+    def __init__(
+        self, engine: EngineClient, tools: TextTools, metrics: PodMetrics, limits: Limits, max_running: int
+    ) -> None:
+        self._engine = engine
+        self._tools = tools
+        self._metrics = metrics
+        self._limits = limits
+        self._most = limits.queue + max_running
+        self._tombstones = Tombstones(limits.tombstone_s, limits.tombstones)
+        self._now: Callable[[], float] = time.monotonic
+
+    def abort(self, request: AbortRequest) -> None:
+        """Idempotent: stops the leg if it runs, and refuses it if it comes later."""
+        key = LegKey(request.internal_id, request.attempt)
+        self._tombstones.add(key, self._now())
+        self._engine.cancel(key)
+
+    async def prefill(self, leg: Leg) -> AsyncGenerator[FrameGroup]:
+        """The frames of a prefill leg: ``Alive``, then ``Prefilled`` or ``Fail``."""
+        clock = self._metrics.started("prefill", self._now())
+        opened = self._open(leg, "prefill")
+        if isinstance(opened, Fail):
+            yield [self._failed(opened)]
+            return
+        undelivered: int | None = None
+        ended = False
+        try:
+            async for output in _outputs(self._engine, opened, self._limits):
+                if isinstance(output, Alive):
+                    yield [output]
+                elif isinstance(output, FailOut):
+                    ended = True
+                    yield [self._failed(Fail(kind=output.kind, message=output.message))]
+                    return
+                elif isinstance(output, PrefilledOut):
+                    ended = True
+                    undelivered = None if output.handle is None else output.handle.lease_id
+                    self._prefilled(clock, leg, output)
+                    yield [Prefilled(first=output.first, cached_tokens=output.cached_tokens, handle=output.handle)]
+                    if undelivered is not None:
+                        self._engine.answered(undelivered, delivered=True)
+                        undelivered = None
+                    return
+        finally:
+            if undelivered is not None:
+                self._engine.answered(undelivered, delivered=False)
+            self._engine.finish(opened.key, abort=not ended)
+
+    async def generate(self, leg: Leg) -> AsyncGenerator[FrameGroup]:
+        """The frames of a generate leg: ``Tokens`` and ``Alive``, then ``End`` or ``Fail``."""
+        clock = self._metrics.started("generate", self._now())
+        fault = self._fault(leg)
+        try:
+            writer = None if fault is not None else AnswerWriter(leg, self._tools.tokenizer)
+        except ValueError as error:
+            writer, fault = None, Fail(kind="invalid", message=str(error), param="choices")
+        if writer is None:
+            yield [self._failed(fault or Fail(kind="internal", message=""))]
+            return
+        if writer.finished_at_start():
+            yield [self._ended(clock, writer, leg.cached_tokens, leg.recompute)]
+            return
+        opened = self._open(leg, "generate")
+        if isinstance(opened, Fail):
+            yield [self._failed(opened)]
+            return
+        answer = _Answer(leg, writer, self._engine, opened.key)
+        ended = False
+        try:
+            if opening := answer.opening():
+                yield opening
+            async for output in _outputs(self._engine, opened, self._limits):
+                if isinstance(output, Alive):
+                    yield [output]
+                    continue
+                group: FrameGroup = []
+                # What has arrived together is written together.
+                for each in [output, *opened.take()]:
+                    if isinstance(each, FailOut):
+                        ended = True
+                        yield [*group, self._failed(Fail(kind=each.kind, message=each.message))]
+                        return
+                    if isinstance(each, TokensOut):
+                        self._count(clock, leg, each)
+                        group += answer.take(each)
+                        if writer.finished():
+                            ended = answer.engine_knows()
+                            yield [*group, self._ended(clock, writer, answer.cached, answer.recomputed)]
+                            return
+                if group:
+                    yield group
+        finally:
+            self._engine.finish(opened.key, abort=not ended)
+
+    # ---- starting
+
+    def _fault(self, leg: Leg) -> Fail | None:
+        key = LegKey(leg.internal_id, leg.attempt)
+        if self._tombstones.holds(key, self._now()):
+            return Fail(kind="cancelled", message="The request was cancelled before it arrived.")
+        fault = leg_fault(leg, self._tools.bundle, self._limits)
+        if fault is not None:
+            return fault
+        if self._engine.draining:
+            return Fail(kind="draining", message="This pod takes nothing new.")
+        if self._engine.running() >= self._most:
+            return Fail(kind="busy", message=f"{self._most} requests are being served or wait.")
+        return None
+
+    def _open(self, leg: Leg, kind: str) -> LegStream | Fail:
+        fault = self._fault(leg)
+        if fault is not None:
+            return fault
+        submit = Submit(
+            key=LegKey(leg.internal_id, leg.attempt),
+            kind="prefill" if kind == "prefill" else "generate",
+            prompt_ids=leg.prompt_ids,
+            emitted=tuple(choice.emitted for choice in leg.choices),
+            sampling=leg.sampling,
+            extras=leg.extras,
+            deadline_s=leg.deadline_ms / 1000,
+            eos_token_ids=self._tools.bundle.eos_token_ids,
+            handle=leg.handle,
+            recompute=leg.recompute,
+        )
+        try:
+            return self._engine.submit(submit)
+        except KeyError:
+            return Fail(kind="invalid", message="A leg of this internal_id and attempt is running.", param="attempt")
+        except EngineGoneError:
+            # Nothing was begun: another pod can serve it.
+            return Fail(kind="busy", message="The engine is not ready.")
+
+    # ---- counting
+
+    def _prefilled(self, clock: LegClock, leg: Leg, output: PrefilledOut) -> None:
+        self._metrics.prompt_done(clock, len(leg.prompt_ids), output.cached_tokens, pulled=False)
+        self._metrics.tokens(clock, len(output.first), self._now())
+        self._metrics.ended(clock, ("length",) if output.handle is not None else ("stop",), self._now())
+
+    def _count(self, clock: LegClock, leg: Leg, output: TokensOut) -> None:
+        if output.recomputed and leg.handle is not None:
+            self._metrics.recomputed(output.recomputed)
+        pulled = leg.handle is not None and not output.recomputed
+        self._metrics.prompt_done(clock, len(leg.prompt_ids), output.cached_tokens, pulled=pulled)
+        self._metrics.tokens(clock, len(output.ids), self._now())
+
+    def _ended(self, clock: LegClock, writer: AnswerWriter, cached: int, recomputed: str) -> End:
+        end = writer.end(cached, recomputed)
+        self._metrics.ended(clock, end.finish, self._now())
+        return end
+
+    def _failed(self, fail: Fail) -> Fail:
+        self._metrics.failed(fail.kind)
+        if fail.kind == "internal":
+            _log.error("a leg failed: %s", fail.message)
+        return fail
+
+
+class _Answer:
+    """One generate leg between its engine outputs and its writer."""
+
+    def __init__(self, leg: Leg, writer: AnswerWriter, engine: EngineClient, key: LegKey) -> None:
+        self._leg = leg
+        self._writer = writer
+        self._engine = engine
+        self._key = key
+        self._stopped: set[int] = set()  # choices that a stop string ended; the engine was told
+        self._finished: set[int] = set()  # choices that the engine ended
+        self.cached = leg.cached_tokens
+        self.recomputed = leg.recompute
+
+    def opening(self) -> FrameGroup:
+        """What the client can have before the engine has done anything: the role, and text of the first tokens."""
+        frames: FrameGroup = []
+        if data := self._writer.opening():
+            frames.append(Tokens(choice=0, ids=(), data=data))
+        for choice, written in self._writer.catch_up():
+            self._note_stop(choice, written)
+            if written.data:
+                frames.append(Tokens(choice=choice, ids=(), data=written.data, chars=written.chars))
+        return frames
+
+    def take(self, output: TokensOut) -> FrameGroup:
+        """The frames of one output; none for what a stopped choice still made."""
+        if output.recomputed:
+            self.recomputed = output.recomputed
+        if not any(choice.emitted for choice in self._leg.choices) and output.cached_tokens:
+            self.cached = output.cached_tokens
+        # The engine repeats the end of choices that had ended on an earlier leg, and may not know of a stop string yet.
+        if output.choice in self._writer.finished_choices():
+            return []
+        written = self._writer.push(output.choice, output.ids, output.finish, output.stop_token)
+        if output.finish is not None:
+            self._finished.add(output.choice)
+        self._note_stop(output.choice, written)
+        if not written.ids and not written.data:
+            return []
+        return [Tokens(choice=output.choice, ids=written.ids, data=written.data, chars=written.chars)]
+
+    def engine_knows(self) -> bool:
+        """Whether the engine has ended the leg itself: every choice finished there."""
+        return not self._stopped
+
+    def _note_stop(self, choice: int, written: Written) -> None:
+        if written.stopped and choice not in self._stopped and choice not in self._finished:
+            self._stopped.add(choice)
+            self._engine.stop_choice(self._key, choice)
+
+
+async def _outputs(engine: EngineClient, stream: LegStream, limits: Limits) -> AsyncGenerator[EngineOutput | Alive]:
+    """A leg's outputs, and ``Alive`` each second without one, as long as the engine's ticks go on."""
+    ticks = engine.ticks
+    while True:
+        output = await stream.next(limits.alive_interval_s)
+        if output is not None:
+            yield output
+        elif engine.ticks > ticks:
+            ticks = engine.ticks
+            yield Alive(step=ticks)
