@@ -84,6 +84,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tenants: int = 1024
     inflight: int = 1536  # requests that one router works on; more wait in its queue
     queue_wait_s: float = 5.0  # a request that waited for so long in the router's queue is refused
+    capacity_wait_s: float = 0.75  # for a pod to come back, before a request is refused for want of any
     prefill_share: float = 0.25  # of the request deadline: what one prefill leg may take before decode goes on alone
     decode_attempts: int = 3  # decode legs of one request before the client has a byte
     end_grace_s: float = 0.25  # after `End`, for the leg's stream to close
