@@ -22,6 +22,7 @@ from kvferry_operator.api.source import ACCEPTS as SOURCE_ACCEPTS
 from kvferry_operator.api.source import MAX_SOURCE, parse_source
 
 ACCEPTS = "x-accepts"
+KEY_ACCEPTS = "x-accepts-key"  # the same for the keys of a mapping
 SECRET = "x-secret"  # noqa: S105 - the name of a schema keyword: a fault shows no value of such a field
 RULE = "rule"
 
@@ -71,28 +72,34 @@ def _checked_source(value: str) -> str:
     return value
 
 
-def _quantity_schema(accepts: str) -> WithJsonSchema:
+def _quantity(accepts: str) -> dict[str, Any]:
+    return {
+        "anyOf": [{"type": "integer"}, {"type": "string"}],
+        "x-kubernetes-int-or-string": True,
+        "pattern": QUANTITY_PATTERN,
+        ACCEPTS: accepts,
+    }
+
+
+def map_schema(value: dict[str, Any], key_accepts: str, most: int) -> WithJsonSchema:
+    """The schema of a mapping: CRDs know no patterns for keys, so that keys are checked here and said in words."""
     return WithJsonSchema(
-        {
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "x-kubernetes-int-or-string": True,
-            "pattern": QUANTITY_PATTERN,
-            ACCEPTS: accepts,
-        }
+        {"type": "object", "additionalProperties": value, "maxProperties": most, KEY_ACCEPTS: key_accepts}
     )
 
 
+_QUANTITY_SCHEMA = _quantity("a quantity such as 2, 500m or 4Gi")
 Quantity = Annotated[
     str,
     BeforeValidator(_number_to_text),
     AfterValidator(_checked_quantity),
-    _quantity_schema("a quantity such as 2, 500m or 4Gi"),
+    WithJsonSchema(_QUANTITY_SCHEMA),
 ]
 Bytes = Annotated[
     str,
     BeforeValidator(_number_to_text),
     AfterValidator(_checked_bytes),
-    _quantity_schema("a number of bytes such as 512Mi or 2Gi"),
+    WithJsonSchema(_quantity("a number of bytes such as 512Mi or 2Gi")),
 ]
 Source = Annotated[
     str,
@@ -128,23 +135,34 @@ LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Z
 LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 ENV_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
-LabelKey = Annotated[
-    str,
-    Field(
-        pattern=LABEL_KEY, max_length=253, json_schema_extra={ACCEPTS: "a label key such as team or example.com/team"}
-    ),
-]
+_LABEL_KEY_ACCEPTS = "a label key such as team or example.com/team"
+_LABEL_VALUE_ACCEPTS = "a label value: at most 63 letters, digits, '-', '_' or '.'"
+LabelKey = Annotated[str, Field(pattern=LABEL_KEY, max_length=253, json_schema_extra={ACCEPTS: _LABEL_KEY_ACCEPTS})]
 LabelValue = Annotated[
-    str,
-    Field(
-        pattern=LABEL_VALUE,
-        max_length=63,
-        json_schema_extra={ACCEPTS: "a label value: at most 63 letters, digits, '-', '_' or '.'"},
+    str, Field(pattern=LABEL_VALUE, max_length=63, json_schema_extra={ACCEPTS: _LABEL_VALUE_ACCEPTS})
+]
+Labels = Annotated[
+    dict[LabelKey, LabelValue],
+    Field(max_length=64),
+    map_schema(
+        {"type": "string", "pattern": LABEL_VALUE, "maxLength": 63, ACCEPTS: _LABEL_VALUE_ACCEPTS},
+        _LABEL_KEY_ACCEPTS,
+        64,
     ),
 ]
-Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=64)]
 AnnotationValue = Annotated[str, Field(max_length=65536)]
-Annotations = Annotated[dict[LabelKey, AnnotationValue], Field(max_length=64)]
+Annotations = Annotated[
+    dict[LabelKey, AnnotationValue],
+    Field(max_length=64),
+    map_schema({"type": "string", "maxLength": 65536}, _LABEL_KEY_ACCEPTS, 64),
+]
+_RESOURCE_ACCEPTS = "a resource's name such as cpu, memory or nvidia.com/gpu"
+ResourceName = Annotated[
+    str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
+]
+ResourceMap = Annotated[
+    dict[ResourceName, Quantity], Field(max_length=16), map_schema(_QUANTITY_SCHEMA, _RESOURCE_ACCEPTS, 16)
+]
 DnsName = Annotated[
     str,
     Field(

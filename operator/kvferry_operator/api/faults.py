@@ -8,7 +8,7 @@ import msgspec
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvferry_operator.api.base import ACCEPTS, RULE, SECRET
+from kvferry_operator.api.base import ACCEPTS, KEY_ACCEPTS, RULE, SECRET
 
 Path = tuple[str | int, ...]
 MAX_SHOWN_FAULTS = 50
@@ -77,14 +77,7 @@ def given(value: Any) -> str:
 
 def type_name(value: Any) -> str:
     """What kind of value was given, without the value."""
-    names = {
-        bool: "a boolean",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "a mapping",
-    }
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "mapping"}
     return names.get(type(value), "null")
 
 
@@ -231,5 +224,4 @@ def _rule_path(field: str) -> Path:
 
 
 def _key_accepts(view: SchemaView, path: Path) -> str:
-    names = view.at(path).get("propertyNames", {})
-    return describe(view.resolved(names), view) if names else "another key"
+    return str(view.at(path).get(KEY_ACCEPTS, "another key"))

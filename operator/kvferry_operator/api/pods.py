@@ -14,21 +14,11 @@ from kvferry_operator.api.base import (
     Labels,
     LabelValue,
     ManifestModel,
-    Quantity,
+    ResourceMap,
     raise_broken,
 )
 
 RESERVED_LABEL_DOMAINS = ("app.kubernetes.io/", "serving.kvferry.dev/")
-
-ResourceName = Annotated[
-    str,
-    Field(
-        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$",
-        max_length=253,
-        json_schema_extra={ACCEPTS: "a resource's name such as cpu, memory or nvidia.com/gpu"},
-    ),
-]
-ResourceMap = Annotated[dict[ResourceName, Quantity], Field(max_length=16)]
 
 
 class Resources(ManifestModel):

@@ -108,8 +108,13 @@ class EngineSettings(ManifestModel):
 
     @model_validator(mode="after")
     def _rules(self) -> "EngineSettings":
+        broken: list[tuple[str, str]] = []
         if self.kv_blocks is not None and self.kv_memory is not None:
-            raise_broken([("kvMemory", "kvBlocks is given too; accepts one of the two")])
+            broken.append(("kvMemory", "kvBlocks is given too; accepts one of the two"))
+        budget, running = self.token_budget, self.max_running
+        if budget is not None and running is not None and budget < running:
+            broken.append(("tokenBudget", f"got {budget}; accepts at least maxRunning ({running})"))
+        raise_broken(broken)
         return self
 
     def over(self, base: "EngineSettings") -> "EngineSettings":
@@ -146,7 +151,8 @@ class ApiKeys(ManifestModel):
     """The Secret that holds the keys, one client per entry."""
 
     keys_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """For `kvferry up`: the file that holds the keys; a relative path is taken from the manifest's folder."""
+    """For `kvferry up`: a file with one `client:digest` per line, the digest being the SHA-256 (hex) of the client's
+    key. A relative path is taken from the manifest's folder."""
 
     @model_validator(mode="after")
     def _rules(self) -> "ApiKeys":

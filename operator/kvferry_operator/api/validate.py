@@ -28,6 +28,7 @@ STAND_INS: dict[tuple[str, ...], Any] = {
     ("spec", "decode"): {},
     ("spec", "router"): {"auth": "none"},
     ("secretRef", "name"): "x",
+    ("router", "auth"): "none",
     ("router", "apiKeys"): {"keysFile": "x"},
     ("env", "name"): "KVFERRY_STAND_IN_",
     ("env", "value"): "",
@@ -35,6 +36,8 @@ STAND_INS: dict[tuple[str, ...], Any] = {
 }
 
 OPTIONAL = {"apiKeys"}  # of those: taken away where given
+# Fields that say nothing without the one that is wrong: they go with it.
+FOLLOWERS: dict[tuple[str, ...], str] = {("router", "auth"): "apiKeys"}
 
 
 @cache
@@ -84,3 +87,5 @@ def _neutralize(data: Any, path: Path) -> None:
         holder[path[-1]] = f"{stand_in}{path[-2]}" if names[-2:] == ("env", "name") else copy.deepcopy(stand_in)
     elif present:
         del holder[path[-1]]
+    if (follower := FOLLOWERS.get(names[-2:])) is not None:
+        holder.pop(follower, None)

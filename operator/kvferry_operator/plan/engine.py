@@ -56,7 +56,7 @@ def _argv(
         ("--max-model-len", settings.max_model_len),
         ("--max-running", settings.max_running),
         ("--token-budget", settings.token_budget),
-        ("--attention-backend", settings.attention_backend),
+        ("--attention", settings.attention_backend),
     ):
         if value is not None:
             argv += [flag, str(value)]

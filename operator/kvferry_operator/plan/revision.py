@@ -60,5 +60,11 @@ def _at(values: dict[str, Any], field: str) -> Any:
     found: Any = values
     for part in field.split("."):
         found = found.get(part) if isinstance(found, dict) else None
-    # A pool that is absent and one without settings compute alike.
-    return found or None
+    return _pruned(found)
+
+
+def _pruned(value: Any) -> Any:
+    """The value without empty parts: a pool that is absent and one without settings compute alike."""
+    if isinstance(value, dict):
+        return {name: kept for name, inner in value.items() if (kept := _pruned(inner)) is not None} or None
+    return None if value == [] else value
