@@ -153,6 +153,7 @@ class RequestFlow:
         self._decode_pod: str | None = None
         self._first_token_at: float | None = None
         self._sent = False
+        self._held = b""  # a role chunk that waits for the first text, so that until then another pod can begin anew
 
     def __repr__(self) -> str:
         tokens = sum(map(len, self._emitted))
@@ -194,6 +195,10 @@ class RequestFlow:
     def booked(self) -> dict[Kind, str]:
         """Bookings that were not released yet."""
         return dict(self._booked)
+
+    def lease_pod(self) -> str | None:
+        """The prefill pod whose handle the next decode leg will carry."""
+        return None if self._lease is None else self._lease[1]
 
     @property
     def stream(self) -> bool:
@@ -314,7 +319,7 @@ class RequestFlow:
             return
         match frame:
             case Alive():
-                pass
+                self._send(self._held, 0, out)  # a second has passed: the client may know that its answer has begun
             case Tokens():
                 self._tokens(frame, now, out)
             case End():
@@ -335,11 +340,18 @@ class RequestFlow:
             return
         self._emitted[frame.choice] += frame.ids
         self._chars[frame.choice] += frame.chars
+        if not self._sent and not frame.ids and not frame.chars:
+            self._held += frame.data
+            return
         self._first_token(now, out)
-        if frame.data:
-            out.append(Send(frame.data, self._planned_path(), len(frame.ids)))
+        self._send(self._held + frame.data, len(frame.ids), out)
+
+    def _send(self, data: bytes, tokens: int, out: list[Effect]) -> None:
+        if data:
+            self._held = b""
             self._sent = True
             self.state = State.STREAMING
+            out.append(Send(data, self._planned_path(), tokens))
 
     def _first_token(self, now: float, out: list[Effect]) -> None:
         if self._first_token_at is None:
@@ -347,7 +359,8 @@ class RequestFlow:
             out.append(Computed("decode", self._decode_choice))
 
     def _end_frame(self, frame: End, now: float, out: list[Effect]) -> None:
-        if len(frame.finish) != len(self._emitted):
+        # An end that counts other tokens than came is that of a cut or of another answer.
+        if len(frame.finish) != len(self._emitted) or frame.completion_tokens != sum(map(len, self._emitted)):
             self._leg_failed("protocol", now, out)
             return
         self._first_token(now, out)
@@ -403,6 +416,7 @@ class RequestFlow:
         if self._decode_legs == 1 or error is failures.BUSY:
             self._decode_error = error
         self._end = None
+        self._held = b""
         self.state = State.CHOOSING_DECODE
         out.append(NeedPod("decode", frozenset(self._failed["decode"])))
 
@@ -430,7 +444,8 @@ class RequestFlow:
         self._open = None
         self._release("decode", out)
         self._lease = None  # decode has read it, or told its owner
-        out.append(FinishAnswer(self._end.data, self._final_path()))
+        path = self._planned_path() if self.stream else self._final_path()
+        out.append(FinishAnswer(self._held + self._end.data, path, self.stream))
         self._record("ok", now, out)
 
     def _fail(self, failure: Failure, now: float, out: list[Effect]) -> None:

@@ -158,6 +158,7 @@ class FinishAnswer:
 
     data: bytes
     path: Path
+    stream: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def make_tokens(*ids: int, choice: int = 0, data: bytes = b"data: {}\n\n") -> To
     return Tokens(choice=choice, ids=ids, data=data, chars=len(ids))
 
 
-def make_end(*, n: int = 1, completion_tokens: int = 2, data: bytes = b"data: [DONE]\n\n", recomputed: str = "") -> End:
+def make_end(*, n: int = 1, completion_tokens: int = 1, data: bytes = b"data: [DONE]\n\n", recomputed: str = "") -> End:
     return End(
         data=data,
         finish=("stop",) * n,

@@ -76,7 +76,7 @@ def test_disaggregated_answer_passes_through_both_pods() -> None:
         Start("p1", "d1"),
         LegFrames(0, (Alive(step=1), make_prefilled(7, handle=handle))),
         LegFrames(1, (make_tokens(data=b"data: a\n\n"), make_tokens(8, data=b"data: b\n\n"))),
-        LegFrames(1, (make_end(data=b"data: [DONE]\n\n"),)),
+        LegFrames(1, (make_end(data=b"data: [DONE]\n\n", completion_tokens=2),)),
         LegClosed(1, "ended"),
     )
     prefill, decode = of(OpenLeg, effects)
@@ -191,7 +191,8 @@ DECODE_FAULTS: dict[str, tuple[Event, int]] = {
     "more tokens than asked for": (LegFrames(0, (make_tokens(*range(17)),)), 502),
     "prefilled from decode": (LegFrames(0, (make_prefilled(1),)), 502),
     "handoff": (LegFrames(0, (Handoff(handle=make_handle()),)), 502),
-    "end of other choices": (LegFrames(0, (make_end(n=2),)), 502),
+    "end of other choices": (LegFrames(0, (make_end(n=2, completion_tokens=0),)), 502),
+    "end that counts tokens which never came": (LegFrames(0, (make_end(completion_tokens=7),)), 502),
 }
 
 
@@ -241,7 +242,7 @@ def test_second_decode_pod_gets_what_was_emitted_as_input() -> None:
     assert (leg.pod, leg.leg.choices[0].emitted, leg.leg.handle) == ("d2", (7, 8, 9), handle)
     # The lease is still of use, so the prefill leg is not aborted.
     assert of(AbortLeg, effects) == [AbortLeg(1, "d1")]
-    effects += run(flow, LegFrames(2, (make_end(data=b"{}", completion_tokens=4),)), LegClosed(2, "ended"))
+    effects += run(flow, LegFrames(2, (make_end(data=b"{}", completion_tokens=3),)), LegClosed(2, "ended"))
     assert one(FinishAnswer, effects).data == b"{}"
     assert_balanced(effects)
 
@@ -405,3 +406,28 @@ def test_end_of_an_empty_answer_is_an_answer() -> None:
     effects += run(flow, LegFrames(1, (End(data=b"e", finish=("stop",), completion_tokens=1, cached_tokens=0),)))
     effects += run(flow, LegClosed(1, "ended"))
     assert one(FinishAnswer, effects).data == b"e"
+
+
+ROLE_ONLY = Tokens(choice=0, ids=(), data=b"data: role\n\n")
+
+
+def test_role_chunk_waits_for_the_first_text_so_that_another_pod_can_begin_anew() -> None:
+    """A pod that opens the chat and then refuses has given the client nothing that binds it."""
+    flow = make_flow()
+    effects = run(flow, Start(None, "d1"), LegFrames(0, (ROLE_ONLY,)))
+    assert of(Send, effects) == []
+    effects += run(flow, LegFrames(0, (Fail(kind="busy", message="full"),)), PodChosen("decode", "d2"))
+    effects += run(flow, LegFrames(1, (ROLE_ONLY, make_tokens(5, data=b"data: a\n\n"))))
+    assert [effect.data for effect in of(Send, effects)] == [b"data: role\n\ndata: a\n\n"]
+
+
+def test_role_chunk_goes_out_after_a_second_or_with_the_end() -> None:
+    """A client is not left without a byte while a long prompt is computed; nothing of the opening is lost."""
+    flow = make_flow()
+    effects = run(flow, Start(None, "d1"), LegFrames(0, (ROLE_ONLY, Alive(step=1))))
+    assert [effect.data for effect in of(Send, effects)] == [b"data: role\n\n"]
+    flow = make_flow()
+    effects = run(flow, Start(None, "d1"), LegFrames(0, (ROLE_ONLY, Tokens(choice=0, ids=(2,), data=b""))))
+    effects += run(flow, LegFrames(0, (make_end(data=b"data: [DONE]\n\n"),)), LegClosed(0, "ended"))
+    assert one(FinishAnswer, effects).data == b"data: [DONE]\n\n"
+    assert of(Send, effects)[0].data == b"data: role\n\n"

@@ -83,6 +83,16 @@ class StateFeed:
         """The subscription is being made."""
         self._retry_at = now + _RETRY_S
 
+    def restart(self, now: float) -> list[FeedEffect]:
+        """The pod is known to be another incarnation: its entries are void, the next message joins."""
+        self.state = FeedState.WAITING
+        self.load = None
+        self._buffer.clear()
+        self._fetching = False
+        self._number += 1  # a snapshot still on its way is of no use
+        self._retry_at = now + _RETRY_S
+        return [Forget()]
+
     def fresh(self, now: float) -> bool:
         """Whether the entries may be used: joined, and heard of within the silence limit."""
         heard = self._heard_at

@@ -11,10 +11,13 @@ from kvferry_router.select.filters import why_not
 from kvferry_router.select.picker import pick
 from kvferry_router.select.scorers import CostModel, Score, score_alone, score_decode, score_prefill
 
+Mode = Literal["auto", "always", "never"]
+
 Reason = Literal[
     "split",  # prefill and decode on two pods
     "short",  # too few uncached tokens to be worth a transfer
     "cached",  # the decode pod has most of the prompt
+    "never",  # the service does not split
     "no_prefill",  # no prefill pod that the decode pod could read from
     "no_decode",  # nothing can answer
     "retry",  # another pod for a leg that failed
@@ -26,10 +29,12 @@ class Policy:
     """Thresholds of conditional disaggregation, and the cost model.
 
     Attributes:
+        disaggregate: ``auto`` goes by the two thresholds, ``always`` leaves them out, ``never`` splits nothing.
         disaggregate_min_tokens: a prompt with fewer uncached tokens at the best decode pod is decode's alone.
         disaggregate_max_cached_share: so is one of which more than this share (0..1) is cached there.
     """
 
+    disaggregate: Mode = "auto"
     disaggregate_min_tokens: int = 64
     disaggregate_max_cached_share: float = 0.8
     costs: CostModel = field(default_factory=CostModel)
@@ -62,17 +67,27 @@ def choose(ask: Ask, candidates: Sequence[Candidate], policy: Policy, rng: rando
     def alone_for(reason: Reason) -> Decision:
         return Decision(ask.internal_id, reason, None, best_alone.pod, ask.prompt_tokens, scores, filtered)
 
-    cached = best_alone.terms["cached_tokens"]
-    if ask.prompt_tokens - cached < policy.disaggregate_min_tokens:
-        return alone_for("short")
-    if cached > policy.disaggregate_max_cached_share * ask.prompt_tokens:
-        return alone_for("cached")
+    alone_reason = _why_alone(ask, best_alone.terms["cached_tokens"], policy)
+    if alone_reason is not None:
+        return alone_for(alone_reason)
     scores["prefill"] = tuple(score_prefill(pod, ask, policy.costs) for pod in prefill_pool)
     scores["decode"] = tuple(score_decode(pod, ask, policy.costs) for pod in decode_pool)
     pair = _best_pair(candidates, scores["prefill"], scores["decode"], rng)
     if pair is None:
         return alone_for("no_prefill")
     return Decision(ask.internal_id, "split", pair[0], pair[1], ask.prompt_tokens, scores, filtered)
+
+
+def _why_alone(ask: Ask, cached: float, policy: Policy) -> Reason | None:
+    if policy.disaggregate == "never":
+        return "never"
+    if policy.disaggregate == "always":
+        return None
+    if ask.prompt_tokens - cached < policy.disaggregate_min_tokens:
+        return "short"
+    if cached > policy.disaggregate_max_cached_share * ask.prompt_tokens:
+        return "cached"
+    return None
 
 
 def choose_again(

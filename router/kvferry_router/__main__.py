@@ -1,0 +1,168 @@
+"""``python -m kvferry_router``: one router process."""
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvferry_router.app import RouterApp
+from kvferry_router.config import ConfigError, RouterConfig, parse_config
+from kvferry_router.discovery.static import PodsFile
+from kvferry_router.discovery.watch import PodWatch
+from kvferry_router.metrics import RouterMetrics
+from kvferry_router.pod_client import PodClient
+from kvferry_router.pool import PodPool
+from kvferry_router.proxy import Background, Proxy
+from kvferry_router.tenants import ApiKeys, KeyFileError, default_tenant
+from kvferry_router.text_service import TextService
+from kvferry_service import key_files as service_keys
+from kvferry_service import logs, run
+from kvferry_service.http_app import HttpServer, is_loopback, listen
+from kvferry_service.metrics import make_registry
+from kvferry_service.parent import die_with_parent
+from kvferry_wire.keys import ServiceKeys
+from kvferry_wire.limits import DEFAULT_LIMITS, Limits
+
+_GRACE_S = 10.0  # from the parent's death to the hard end
+_ABORT_GRACE_S = 1.0
+_API_KEYS_EVERY_S = 1.0
+_log = logs.get_logger("kvferry_router")
+
+
+async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEFAULT_LIMITS) -> int:
+    """Run a router until it is told to stop.
+
+    Raises:
+        service_keys.KeyFileError, KeyFileError: a key file cannot be used.
+        OSError: the address cannot be listened on.
+    """
+    keys = service_keys.load_keys(config.keys_dir, need_kv=False)
+    logs.redact(service_keys.secret_strings(keys))
+    api_keys = None if config.api_keys_file is None else ApiKeys(config.api_keys_file, limits.tenants)
+    metrics = RouterMetrics(make_registry())
+    pool = PodPool(
+        limits=limits, policy=config.policy(), model=config.model_name, rng=random.Random(int.from_bytes(os.urandom(8)))
+    )
+    text = TextService(limits, config.model_name)
+    background = Background()
+    listener = listen(config.host, config.port)
+    try:
+        async with PodClient(keys, limits) as client:
+            watch = PodWatch(
+                file=PodsFile(config.pods_file, limits.pods),
+                pool=pool,
+                client=client,
+                text=text,
+                state_key=keys.state,
+                limits=limits,
+                metrics=metrics,
+            )
+            proxy = Proxy(pool=pool, client=client, watch=watch, metrics=metrics, limits=limits, background=background)
+            app = RouterApp(
+                proxy=proxy,
+                text=text,
+                keys=keys,
+                model=config.model_name,
+                deadline_s=config.request_deadline_s,
+                authenticate=default_tenant if api_keys is None else api_keys.authenticate,
+            )
+            server = HttpServer(app.build(), limits, internal=False)
+            await server.start(listener)
+            tasks = [asyncio.create_task(watch.run(), name="watch")]
+            if api_keys is not None:
+                tasks.append(asyncio.create_task(_reload(api_keys), name="api keys"))
+            port = listener.getsockname()[1]
+            _announce(config, port, keys, api_keys)
+            try:
+                await _until_stopped(stop, tasks)
+            finally:
+                app.stop()
+                await server.close()
+                await background.close(_ABORT_GRACE_S)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        text.close()
+        listener.close()
+    _log.info("stopped", extra=logs.fields(why=stop.why))
+    return 0
+
+
+async def _until_stopped(stop: run.StopSignal, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for the stop signal; a task that ends before it has failed, and so has the router."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopping}:
+            task.result()
+    finally:
+        stopping.cancel()
+
+
+async def _reload(api_keys: ApiKeys) -> None:
+    while True:
+        await asyncio.sleep(_API_KEYS_EVERY_S)
+        try:
+            if api_keys.reload():
+                _log.info("API keys read again", extra=logs.fields(keys=len(api_keys)))
+        except KeyFileError as error:
+            _log.error("API keys cannot be read; the old ones stay", extra=logs.fields(reason=str(error)))
+
+
+def _announce(config: RouterConfig, port: int, keys: ServiceKeys, api_keys: ApiKeys | None) -> None:
+    if config.auth == "none" and not is_loopback(config.host):
+        _log.warning("anybody who reaches this address is served: --auth none", extra=logs.fields(host=config.host))
+    _log.info(
+        "router listening",
+        extra=logs.fields(
+            service=config.service_name,
+            model=config.model_name,
+            host=config.host,
+            port=port,
+            auth=config.auth,
+            api_keys=None if api_keys is None else len(api_keys),
+            hash_key=keys.hash_key_id(),
+            disaggregate=config.disaggregate,
+            min_tokens=config.disaggregate_min_tokens,
+            max_cached_share=config.disaggregate_max_cached_share,
+            deadline_s=config.request_deadline_s,
+        ),
+    )
+    if config.ready_file is not None:
+        _write_ready(config.ready_file, {"host": config.host, "port": port, "pid": os.getpid()})
+
+
+def _write_ready(path: Path, content: dict[str, object]) -> None:
+    """Write a file that appears whole."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(msgspec.json.encode(content))
+    draft.replace(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the router; returns the exit status: 2 for what the caller must mend."""
+    try:
+        config = parse_config(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        sys.stderr.write(f"kvferry_router: {error}\n")
+        return 2
+    logs.configure("router", json_lines=config.log_json)
+
+    async def body(stop: run.StopSignal) -> int:
+        die_with_parent(config.parent_fd, lambda: stop.set_threadsafe("the parent is gone"), grace_s=_GRACE_S)
+        return await serve(config, stop)
+
+    try:
+        return run.run(body)
+    except (service_keys.KeyFileError, KeyFileError, OSError, ValueError) as error:
+        sys.stderr.write(f"kvferry_router: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

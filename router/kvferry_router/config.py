@@ -1,0 +1,154 @@
+"""The router's configuration: parsed once from the command line, every bad value reported together."""
+
+import argparse
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from kvferry_router.select.policy import Mode, Policy
+from kvferry_wire.limits import DEFAULT_LIMITS
+
+_DEFAULT_POLICY = Policy()
+
+
+class ConfigError(ValueError):
+    """Flags that cannot be used; the message names each with what was given and what is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """What the flags say."""
+
+    service_name: str
+    model_name: str
+    pods_file: Path
+    keys_dir: Path
+    host: str
+    port: int
+    auth: Literal["none", "api-keys"]
+    api_keys_file: Path | None
+    disaggregate: Mode
+    disaggregate_min_tokens: int
+    disaggregate_max_cached_share: float
+    request_deadline_s: float
+    parent_fd: int | None
+    ready_file: Path | None
+    log_json: bool | None  # None: JSON unless standard error is a terminal
+
+    def policy(self) -> Policy:
+        return Policy(
+            disaggregate=self.disaggregate,
+            disaggregate_min_tokens=self.disaggregate_min_tokens,
+            disaggregate_max_cached_share=self.disaggregate_max_cached_share,
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of ``python -m kvferry_router``."""
+    parser = _Parser(
+        prog="kvferry_router",
+        description="The prefix-aware router of one InferenceService.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--service-name", required=True, help="name of the InferenceService, for logs")
+    add("--model-name", required=True, help="the one model name that clients may ask for")
+    add("--pods-file", required=True, type=Path, help="JSON file with the pods' addresses, read again when it changes")
+    add("--keys-dir", required=True, type=Path, help="folder with the key files http, state and hash")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", default=8000, type=int, help="port to listen on; 0 takes a free one")
+    add(
+        "--auth",
+        default="api-keys",
+        choices=("none", "api-keys"),
+        help="none: any client may ask, as tenant 'default'",
+    )
+    add("--api-keys-file", type=Path, help="lines tenant:sha256hex, or a JSON object; needed with --auth api-keys")
+    add(
+        "--disaggregate",
+        default=_DEFAULT_POLICY.disaggregate,
+        choices=("auto", "always", "never"),
+        help="when prefill pods are used: by the two thresholds, whenever there is one, or not at all",
+    )
+    add(
+        "--disaggregate-min-tokens",
+        type=int,
+        default=_DEFAULT_POLICY.disaggregate_min_tokens,
+        help="prompts with fewer uncached tokens are prefilled by the decode pod",
+    )
+    add(
+        "--disaggregate-max-cached-share",
+        type=float,
+        default=_DEFAULT_POLICY.disaggregate_max_cached_share,
+        help="so are prompts of which more than this share is cached there (0..1)",
+    )
+    add(
+        "--request-deadline",
+        type=float,
+        default=DEFAULT_LIMITS.request_deadline_s,
+        metavar="SECONDS",
+        help="from a request's arrival to the end of its answer",
+    )
+    add("--parent-fd", type=int, help="reading end of a pipe; the router ends when the other end closes")
+    add("--ready-file", type=Path, help="written (JSON: host, port, pid) once the router listens")
+    add("--log-format", choices=("auto", "json", "text"), default="auto", help="auto: text on a terminal, else JSON")
+    return parser
+
+
+def parse_config(argv: list[str]) -> RouterConfig:
+    """Raises ``ConfigError`` with every fault at once."""
+    args = make_parser().parse_args(argv)
+    faults: list[str] = []
+
+    def check(ok: bool, flag: str, given: object, accepted: str) -> None:
+        if not ok:
+            faults.append(f"{flag}: {given!r} was given; {accepted} is accepted")
+
+    check(bool(args.service_name), "--service-name", args.service_name, "a name")
+    check(bool(args.model_name), "--model-name", args.model_name, "a name")
+    check(0 <= args.port <= 65535, "--port", args.port, "0 to 65535")
+    check(args.disaggregate_min_tokens >= 0, "--disaggregate-min-tokens", args.disaggregate_min_tokens, "0 or more")
+    share = args.disaggregate_max_cached_share
+    check(0 <= share <= 1, "--disaggregate-max-cached-share", share, "0 to 1")
+    check(0 < args.request_deadline <= 86_400, "--request-deadline", args.request_deadline, "more than 0, up to 86400")
+    check(_is_address(args.host), "--host", args.host, "an IP address or localhost")
+    if args.auth == "api-keys":
+        check(args.api_keys_file is not None, "--api-keys-file", None, "a file (or say --auth none)")
+    else:
+        check(args.api_keys_file is None, "--api-keys-file", str(args.api_keys_file), "nothing, with --auth none,")
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return RouterConfig(
+        service_name=args.service_name,
+        model_name=args.model_name,
+        pods_file=args.pods_file,
+        keys_dir=args.keys_dir,
+        host=args.host,
+        port=args.port,
+        auth=args.auth,
+        api_keys_file=args.api_keys_file,
+        disaggregate=args.disaggregate,
+        disaggregate_min_tokens=args.disaggregate_min_tokens,
+        disaggregate_max_cached_share=share,
+        request_deadline_s=args.request_deadline,
+        parent_fd=args.parent_fd,
+        ready_file=args.ready_file,
+        log_json={"auto": None, "json": True, "text": False}[args.log_format],
+    )
+
+
+def _is_address(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,55 @@
+"""The router's metrics. Label values come from closed sets: no tenant, no pod name, no id."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from kvferry_service import metrics
+from kvferry_service.metrics import BoundedLabel
+
+_REASONS = 64  # recompute reasons, pods' own included
+
+
+class RouterMetrics:
+    """All of them, registered once per process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.requests: Counter = metrics.counter(
+            registry, "router_requests", "Requests that ended, by outcome and path.", ("outcome", "path")
+        )
+        self.first_token = metrics.histogram(
+            registry,
+            "router_time_to_first_token_seconds",
+            "From the router's accept to the first token.",
+            metrics.FIRST_TOKEN_BUCKETS,
+        )
+        self.between_tokens = metrics.histogram(
+            registry,
+            "router_inter_token_latency_seconds",
+            "Between two writes of a stream, per token.",
+            metrics.PER_TOKEN_BUCKETS,
+        )
+        self.duration = metrics.histogram(
+            registry,
+            "router_request_duration_seconds",
+            "From the router's accept to the end of the answer.",
+            metrics.REQUEST_BUCKETS,
+        )
+        self.inflight: Gauge = metrics.gauge(registry, "router_requests_in_flight", "Requests under way.")
+        self.queued: Gauge = metrics.gauge(registry, "router_requests_queued", "Requests waiting for admission.")
+        self.recomputes = metrics.counter(
+            registry, "router_recomputes", "Prompts that decode computed though prefill was planned.", ("reason",)
+        )
+        self.recompute_reason = BoundedLabel(_REASONS)
+        self.decisions = metrics.counter(registry, "router_decisions", "Routing decisions, by reason.", ("reason",))
+        self.pod_failures = metrics.counter(
+            registry, "router_leg_failures", "Legs that ended as no healthy pod's does.", ("kind", "reason")
+        )
+        self.aborts = metrics.counter(registry, "router_aborts", "Legs aborted by name.", ("confirmed",))
+        self.rejoins = metrics.counter(
+            registry, "router_state_rejoins", "State streams joined again, by reason.", ("reason",)
+        )
+        self.index_blocks: Gauge = metrics.gauge(registry, "router_index_blocks", "Entries of the prefix index.")
+        self.index_dropped = metrics.counter(
+            registry, "router_index_dropped", "Entries left out because the index is full."
+        )
+        self.pods: Gauge = metrics.gauge(registry, "router_pods", "Pods, by role and state.", ("role", "state"))

@@ -1,0 +1,153 @@
+"""The service's pods as one thing: table, state feeds, prefix index and bookings, and the choices made over them.
+
+No I/O: ``discovery.watch`` feeds it, the proxy asks it. For one event loop's thread.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvferry_router.bookings import Bookings
+from kvferry_router.discovery.pod_table import PodRecord, PodTable
+from kvferry_router.explain import DecisionLog
+from kvferry_router.flow_messages import Kind
+from kvferry_router.index.feed import FeedEffect, FetchSnapshot, Forget, Remove, Replace, Store
+from kvferry_router.index.prefix_index import PrefixIndex
+from kvferry_router.select.candidates import Ask, Candidate
+from kvferry_router.select.policy import Decision, Policy, choose, choose_again
+from kvferry_wire.limits import Limits
+from kvferry_wire.pod import PodInfo
+
+Hashes = Mapping[int, Sequence[bytes]]  # block size -> the prompt's chained hashes
+
+
+class PodPool:
+    """Pods, and who gets the next leg."""
+
+    def __init__(self, *, limits: Limits, policy: Policy, model: str, rng: random.Random) -> None:
+        self.table = PodTable(limits)
+        self.index = PrefixIndex(limits.index_blocks)
+        self.bookings = Bookings()
+        self.decisions = DecisionLog(limits.decisions)
+        self._policy = policy
+        self.model = model
+        self._rng = rng
+
+    def __repr__(self) -> str:
+        return f"PodPool(pods={list(self.table)}, {self.index!r}, booked={len(self.bookings)})"
+
+    # ---- what is there -----------------------------------------------------------------------------------------
+
+    def usable(self, kind: Kind) -> list[PodRecord]:
+        """Pods of a kind that would take a leg now."""
+        return [
+            record
+            for record in self.table
+            if not record.why_unusable(self.model) and _info(record).role in (kind, "both")
+        ]
+
+    def text_digest(self, loaded: Iterable[str]) -> str | None:
+        """The bundle to tokenize with: of those loaded, the one that most usable decode pods have."""
+        counts: dict[str, int] = {}
+        for record in self.usable("decode"):
+            digest = _info(record).text_digest
+            counts[digest] = counts.get(digest, 0) + 1
+        known = set(loaded)
+        ranked = sorted(((count, digest) for digest, count in counts.items() if digest in known), reverse=True)
+        return ranked[0][1] if ranked else None
+
+    def block_sizes(self) -> set[int]:
+        return {record.info.block_size for record in self.table if record.info is not None}
+
+    def context_length(self) -> int | None:
+        """The shortest context of the usable decode pods; ``None`` without one."""
+        return min((_info(record).max_model_len for record in self.usable("decode")), default=None)
+
+    def why_not_ready(self) -> str:
+        """Why no request could be answered for want of pods; empty when one could."""
+        if self.usable("decode"):
+            return ""
+        if not len(self.table):
+            return "no pods are known"
+        reasons = [
+            f"{record.name}: {record.why_unusable(self.model)}"
+            for record in self.table
+            if record.endpoint.role != "prefill"
+        ]
+        return "no decode pod can be used: " + ("; ".join(reasons[:8]) or "there is none")
+
+    # ---- choices -----------------------------------------------------------------------------------------------
+
+    def choose(self, ask: Ask, hashes: Hashes, now: float) -> Decision:
+        """Select for a new request, and keep the decision."""
+        decision = choose(ask, self.candidates(hashes, now), self._policy, self._rng)
+        self.decisions.add(decision)
+        return decision
+
+    def choose_again(self, ask: Ask, hashes: Hashes, now: float, *, kind: Kind, beside: str | None) -> Decision:
+        """Select another pod for a leg that failed; ``beside`` is the pod whose KV it must be able to use."""
+        other = None if beside is None else self.table.get(beside)
+        compat = None if other is None or other.info is None else other.info.compat_hash
+        decision = choose_again(
+            ask, self.candidates(hashes, now), self._policy, self._rng, kind=kind, compat_hash=compat
+        )
+        self.decisions.add(decision)
+        return decision
+
+    def candidates(self, hashes: Hashes, now: float) -> list[Candidate]:
+        """All described pods as selection sees them."""
+        runs = {size: self.index.match(chain) for size, chain in hashes.items()}
+        found = []
+        for record in self.table:
+            if record.info is not None:
+                fresh = record.feed.fresh(now)
+                run = runs.get(record.info.block_size, {}).get(record.name, 0) if fresh else 0
+                found.append(self._candidate(record, record.info, run, fresh=fresh))
+        return found
+
+    def _candidate(self, record: PodRecord, info: PodInfo, run: int, *, fresh: bool) -> Candidate:
+        kv_bytes = sum(group.block_bytes(info.layout.block_size) for group in info.layout.groups)
+        return Candidate(
+            name=record.name,
+            role=info.role,
+            compat_hash=info.compat_hash,
+            text_digest=info.text_digest,
+            block_size=info.block_size,
+            total_blocks=info.total_blocks,
+            max_running=max(1, info.max_running),
+            max_model_len=info.max_model_len,
+            kv_bytes_per_token=kv_bytes // max(1, info.layout.block_size),
+            ready=not record.why_unusable(self.model),
+            draining=info.draining,
+            cached_blocks=run,
+            load=record.feed.load if fresh else None,
+            bookings=self.bookings.of(record.name),
+        )
+
+    # ---- what the state streams say ----------------------------------------------------------------------------
+
+    def apply(self, pod: str, effects: Iterable[FeedEffect]) -> list[FetchSnapshot]:
+        """Bring the index in step with a feed; returns the snapshots to fetch."""
+        fetches = []
+        for effect in effects:
+            match effect:
+                case FetchSnapshot():
+                    fetches.append(effect)
+                case Replace():
+                    self.index.drop(pod)
+                    self.index.store(pod, effect.hashes)
+                case Store():
+                    self.index.store(pod, effect.hashes)
+                case Remove():
+                    self.index.remove(pod, effect.hashes)
+                case Forget():
+                    self.index.drop(pod)
+        return fetches
+
+    def forget(self, pod: str) -> None:
+        """A pod is gone: so are its entries."""
+        self.index.drop(pod)
+
+
+def _info(record: PodRecord) -> PodInfo:
+    assert record.info is not None, "a usable pod has described itself"
+    return record.info

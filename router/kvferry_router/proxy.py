@@ -1,0 +1,325 @@
+"""Performs what a request's flow decides: opens and aborts legs, keeps the books, hands bytes to the client."""
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+
+from aiohttp import web
+
+from kvferry_router import failures
+from kvferry_router.discovery.watch import PodWatch
+from kvferry_router.flow import RequestFlow, State
+from kvferry_router.flow_messages import (
+    AbortLeg,
+    Book,
+    ClientGone,
+    Computed,
+    Effect,
+    Event,
+    FailAnswer,
+    FinishAnswer,
+    FinishLeg,
+    Kind,
+    LegClosed,
+    NeedPod,
+    OpenLeg,
+    PodChosen,
+    PodFailed,
+    Record,
+    Release,
+    Send,
+    Start,
+    Tick,
+)
+from kvferry_router.legs import run_leg
+from kvferry_router.metrics import RouterMetrics
+from kvferry_router.output import ClientStalledError, Output
+from kvferry_router.pod_client import PodClient
+from kvferry_router.pool import Hashes, PodPool
+from kvferry_router.select.candidates import Ask
+from kvferry_router.select.policy import Decision
+from kvferry_service import logs
+from kvferry_wire.leg import Leg
+from kvferry_wire.limits import Limits
+
+# A tick that comes later than this says that the loop was held up: what arrived meanwhile is taken first.
+_LATE_S = 0.25
+_DRAIN_S = 1.0  # for the stream of a leg that has said all
+_log = logs.get_logger(__name__)
+
+
+class Background:
+    """Tasks that outlive the request that started them; they are bounded in time and ended with the router."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self, grace_s: float) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """What all requests share."""
+
+    pool: PodPool
+    client: PodClient
+    watch: PodWatch
+    metrics: RouterMetrics
+    limits: Limits
+    background: Background
+
+
+class RequestRun:
+    """One request under way: the flow, its legs' tasks and its timer."""
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        request: web.Request,
+        leg: Leg,
+        ask: Ask,
+        hashes: Hashes,
+        *,
+        deadline_s: float,
+        accepted_at: float,
+    ) -> None:
+        self._proxy = proxy
+        self._ask = ask
+        self._hashes = hashes
+        self._leg = leg
+        self._loop = asyncio.get_running_loop()
+        self._flow = RequestFlow(leg, proxy.limits, deadline_s=deadline_s, accepted_at=accepted_at)
+        self._output = Output(request, proxy.limits)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._events: deque[Event] = deque()
+        self._handling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._sent_at: float | None = None
+        self._cached: dict[str, int] = {}  # prompt tokens, by pod, as the last decision saw it
+
+    async def answer(self, decision: Decision) -> web.StreamResponse:
+        """Work on the request until its client has the answer or is gone. Leaves no leg, booking or timer behind.
+
+        Raises:
+            ApiError: the answer is an error.
+        """
+        assert decision.decode is not None
+        self._note(decision)
+        try:
+            self._deliver(Start(decision.prefill, decision.decode))
+            return await self._output.answer()
+        except ClientStalledError:
+            self._deliver(ClientGone(stalled=True))
+            self._output.cut()
+            raise ConnectionResetError("the client takes no bytes") from None
+        except (asyncio.CancelledError, ConnectionError):
+            self._deliver(ClientGone())
+            raise
+        finally:
+            if self._flow.state is not State.DONE:
+                self._deliver(ClientGone())
+            if self._timer is not None:
+                self._timer.cancel()
+
+    # ---- events ------------------------------------------------------------------------------------------------
+
+    def _deliver(self, event: Event) -> None:
+        """Give the flow an event and do what it says. An event that an effect brings about waits its turn."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for effect in self._flow.handle(self._events.popleft(), self._loop.time()):
+                    self._perform(effect)
+        finally:
+            self._handling = False
+        self._arm()
+
+    def _arm(self) -> None:
+        """A timer that is due too early costs one look; one that is never moved costs nothing per frame."""
+        due = self._flow.next_wakeup()
+        if due is None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif self._timer is None or due < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(due, self._on_timer, due)
+
+    def _on_timer(self, due: float) -> None:
+        self._timer = None
+        now = self._loop.time()
+        if now - due > _LATE_S:
+            self._timer = self._loop.call_later(_LATE_S / 2, self._on_timer, now + _LATE_S / 2)
+            return
+        try:
+            self._deliver(Tick())
+        except Exception:  # noqa: BLE001 - a bug of ours must not leave the request without a timer
+            self._broken("the request's timer failed")
+
+    def _broken(self, what: str) -> None:
+        """A bug of ours ends the request it hit, with an answer; ``answer`` tidies up."""
+        _log.exception(what)
+        self._events.clear()
+        self._output.finish(FailAnswer(failures.ENGINE_FAILED, in_band=True))
+
+    # ---- effects -----------------------------------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(effect)
+            case OpenLeg():
+                self._open(effect)
+            case FinishLeg(attempt):
+                self._let_close(attempt)
+            case AbortLeg(attempt, pod):
+                self._abort(attempt, pod)
+            case Book():
+                self._book(effect)
+            case Computed(kind):
+                self._proxy.pool.bookings.computed(self._key(kind))
+            case Release(kind):
+                self._proxy.pool.bookings.release(self._key(kind))
+            case NeedPod():
+                self._events.append(self._choose(effect))
+            case PodFailed():
+                self._pod_failed(effect)
+            case FinishAnswer() | FailAnswer():
+                self._output.finish(effect)
+            case Record():
+                self._record(effect)
+
+    def _key(self, kind: Kind) -> tuple[str, str]:
+        return self._leg.internal_id, kind
+
+    def _send(self, effect: Send) -> None:
+        now = self._loop.time()
+        if self._sent_at is not None and effect.tokens:
+            self._proxy.metrics.between_tokens.observe((now - self._sent_at) / effect.tokens)
+        if effect.tokens:
+            self._sent_at = now
+        if not self._output.send(effect.data, effect.path):
+            _log.warning("a client reads too slowly")
+            self._events.append(ClientGone(stalled=True))
+            self._output.cut()
+
+    def _open(self, effect: OpenLeg) -> None:
+        record = self._proxy.pool.table.get(effect.pod)
+        attempt = effect.leg.attempt
+        if record is None:
+            self._loop.call_soon(self._deliver, LegClosed(attempt, "refused"))
+            return
+        work = run_leg(
+            self._proxy.client,
+            record.endpoint,
+            effect.kind,
+            effect.leg,
+            limits=self._proxy.limits,
+            deliver=self._deliver,
+        )
+        self._tasks[attempt] = self._proxy.background.start(self._guard(attempt, work), f"{effect.kind} leg")
+
+    async def _guard(self, attempt: int, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception:  # noqa: BLE001 - told to the log and to the client
+            self._broken("a leg's task failed")
+        finally:
+            self._tasks.pop(attempt, None)
+
+    def _let_close(self, attempt: int) -> None:
+        task = self._tasks.get(attempt)
+        if task is not None and task is not asyncio.current_task():
+            self._loop.call_later(_DRAIN_S, task.cancel)
+
+    def _drop_task(self, attempt: int) -> None:
+        if (task := self._tasks.pop(attempt, None)) is not None:
+            task.cancel()
+
+    def _abort(self, attempt: int, pod: str) -> None:
+        self._drop_task(attempt)
+        record = self._proxy.pool.table.get(pod)
+        if record is not None:
+            endpoint, internal_id = record.endpoint, self._leg.internal_id
+
+            async def abort() -> None:
+                confirmed = await self._proxy.client.abort(endpoint, internal_id, attempt)
+                self._proxy.metrics.aborts.labels(str(confirmed).lower()).inc()
+
+            self._proxy.background.start(abort(), "abort")
+
+    def _book(self, effect: Book) -> None:
+        pool = self._proxy.pool
+        tokens = blocks = 0
+        record = pool.table.get(effect.pod)
+        if effect.computes:
+            tokens = self._ask.prompt_tokens - self._cached.get(effect.pod, 0)
+        if effect.kind == "decode" and record is not None and record.info is not None:
+            blocks = -(-(self._ask.prompt_tokens + self._ask.growth_tokens) // record.info.block_size)
+        pool.bookings.book(self._key(effect.kind), effect.pod, prefill_tokens=tokens, decode_blocks=blocks)
+
+    def _choose(self, effect: NeedPod) -> PodChosen:
+        ask = replace(self._ask, excluded=effect.excluded)
+        beside = self._flow.booked().get("decode") if effect.kind == "prefill" else self._flow.lease_pod()
+        decision = self._proxy.pool.choose_again(ask, self._hashes, self._loop.time(), kind=effect.kind, beside=beside)
+        self._note(decision)
+        return PodChosen(effect.kind, decision.prefill if effect.kind == "prefill" else decision.decode)
+
+    def _note(self, decision: Decision) -> None:
+        self._proxy.metrics.decisions.labels(decision.reason).inc()
+        for scores in decision.scores.values():
+            self._cached |= {s.pod: int(s.terms["cached_tokens"]) for s in scores if "cached_tokens" in s.terms}
+
+    def _pod_failed(self, effect: PodFailed) -> None:
+        self._proxy.metrics.pod_failures.labels(effect.kind, effect.reason).inc()
+        _log.warning("a leg failed", extra=logs.fields(pod=effect.pod, kind=effect.kind, reason=effect.reason))
+        record = self._proxy.pool.table.get(effect.pod)
+        if record is not None and effect.reason in ("dead", "stalled"):
+            record.suspected(f"a {effect.kind} leg found it {effect.reason}")
+            self._proxy.watch.nudge(effect.pod)
+
+    def _record(self, record: Record) -> None:
+        metrics = self._proxy.metrics
+        metrics.requests.labels(record.outcome, record.path).inc()
+        metrics.duration.observe(record.ended_at - record.accepted_at)
+        first = None
+        if record.first_token_at is not None:
+            first = record.first_token_at - record.accepted_at
+            metrics.first_token.observe(first)
+        if record.recomputed:
+            metrics.recomputes.labels(metrics.recompute_reason.value(record.recomputed)).inc()
+        _log.info(
+            "request",
+            extra=logs.fields(
+                outcome=record.outcome,
+                path=record.path,
+                prefill=record.prefill_pod,
+                decode=record.decode_pod,
+                prompt_tokens=record.prompt_tokens,
+                completion_tokens=record.completion_tokens,
+                cached_tokens=record.cached_tokens,
+                recomputed=record.recomputed or None,
+                legs=record.legs,
+                ttft_ms=None if first is None else round(1000 * first, 1),
+                duration_ms=round(1000 * (record.ended_at - record.accepted_at), 1),
+            ),
+        )

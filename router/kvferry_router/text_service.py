@@ -1,0 +1,96 @@
+"""Rendering and tokenizing in threads off the event loop: one set of tools per text bundle, whichever pods have it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvferry_service import logs
+from kvferry_text.bundle import BundleError, TextTools, load_text
+from kvferry_text.openai.parameters import Kind
+from kvferry_text.prepare import PreparedRequest, prepare
+from kvferry_wire.canonical import KeyExtras
+from kvferry_wire.hashing import chain_hashes
+from kvferry_wire.limits import Limits
+from kvferry_wire.pod import TextBundle
+
+T = TypeVar("T")
+
+_THREADS = 2
+_BUNDLES = 8  # of one service: a rollout has two
+_log = logs.get_logger(__name__)
+
+Fetch = Callable[[], Awaitable[TextBundle]]
+
+
+class TextService:
+    """Tools by bundle digest, and the threads that use them."""
+
+    def __init__(self, limits: Limits, served_name: str) -> None:
+        self._limits = limits
+        self._names = (served_name,)
+        self._tools: dict[str, TextTools] = {}
+        self._faults: dict[str, str] = {}
+        self._loading: set[str] = set()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def digests(self) -> Collection[str]:
+        """Of the bundles that are ready for use."""
+        return self._tools.keys()
+
+    def has(self, digest: str) -> bool:
+        return digest in self._tools
+
+    def tools(self, digest: str) -> TextTools | None:
+        return self._tools.get(digest)
+
+    def fault(self, digest: str) -> str:
+        """Why the bundle cannot be used; empty when nothing is known against it."""
+        return self._faults.get(digest, "")
+
+    async def ensure(self, digest: str, fetch: Fetch) -> None:
+        """Load a bundle unless it is loaded, is being loaded, or was found to be of no use.
+
+        Raises whatever ``fetch`` raises: the next call tries again.
+        """
+        if digest in self._tools or digest in self._faults or digest in self._loading:
+            return
+        self._loading.add(digest)
+        try:
+            bundle = await fetch()
+            if bundle.digested().digest != digest:
+                self._refuse(digest, "the pod sent another bundle than it named")
+                return
+            try:
+                tools = await self._run(lambda: load_text(bundle, self._limits))
+            except BundleError as error:
+                self._refuse(digest, str(error))
+                return
+            while len(self._tools) >= _BUNDLES:
+                del self._tools[next(iter(self._tools))]
+            self._tools[digest] = tools
+            _log.info("text bundle loaded", extra=logs.fields(digest=digest[:12], vocabulary=bundle.vocab_size))
+        finally:
+            self._loading.discard(digest)
+
+    async def prepare(self, kind: Kind, body: bytes, tools: TextTools) -> PreparedRequest:
+        """Validate, render and tokenize. Raises ``ApiError``."""
+        return await self._run(
+            lambda: prepare(kind, body, tools.bundle, tools.tokenizer, tools.template, self._limits, self._names)
+        )
+
+    async def hashes(
+        self, key: bytes, prompt_ids: tuple[int, ...], sizes: Collection[int], extras: KeyExtras
+    ) -> dict[int, list[bytes]]:
+        """The prompt's chained block hashes, for each block size that a pod has."""
+        return await self._run(lambda: {size: chain_hashes(key, prompt_ids, size, extras) for size in sizes})
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _refuse(self, digest: str, why: str) -> None:
+        self._faults[digest] = why
+        _log.error("a pod's text bundle cannot be used", extra=logs.fields(digest=digest[:12], reason=why))
