@@ -1,0 +1,111 @@
+"""``kvferry up``: run an ``InferenceService`` manifest on this machine."""
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from kvferry_cli.arguments import HelpFormatter, add_state_dir, port, seconds
+from kvferry_cli.errors import ExitCode, UserError
+from kvferry_cli.local.background import Reporter, start_in_background
+from kvferry_cli.local.service import Prepared, prepare, run_service
+from kvferry_cli.local.state_dir import StateDir
+from kvferry_cli.models import resolve_model
+from kvferry_operator.api import MAX_MANIFEST_BYTES, InferenceService, ManifestError, load_manifest
+from kvferry_operator.plan import Observed, PlanError, ServicePlan, plan
+
+DESCRIPTION = """\
+Run an InferenceService manifest on this machine: its prefill and decode pods and a router, each a process tree of its
+own, on 127.0.0.1. Pods that end are started again. Ctrl-C (or SIGTERM) stops router, decode and prefill in this
+order; a second one kills what is left. Nothing outlives this command, however it ends.
+
+The model is fetched first, once. Pods' output is shown with their names in front, and kept in the state folder.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "up", help="run a manifest on this machine", description=DESCRIPTION, formatter_class=HelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the manifest; docs/manifest.md explains its fields")
+    parser.add_argument(
+        "--port",
+        type=port,
+        metavar="N",
+        help="port of the endpoint on 127.0.0.1; 0 takes a free one (default: spec.router.port)",
+    )
+    add_state_dir(parser, default=".kvferry beside the manifest")
+    parser.add_argument("--detach", action="store_true", help="return when the service is ready, and leave it running")
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="with --detach: stop the service and fail when it is not ready by then",
+    )
+    parser.add_argument("--background-fd", type=int, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    service_plan = planned(args.file)
+    state = StateDir(args.state_dir if args.state_dir is not None else args.file.absolute().parent / ".kvferry")
+    state.create()
+    if args.detach:
+        state.lock()  # refuse before anything is downloaded; the background process takes it over
+        state.unlock()
+    else:
+        state.lock()
+    detached = args.background_fd is not None
+    base = args.file.absolute().parent
+    model = resolve_model(service_plan.source, base, progress=not detached and sys.stderr.isatty())
+    if args.detach:
+        return start_in_background(args, state)
+    prepared = prepare(service_plan, state, manifest=args.file.absolute(), model=model, port=args.port)
+    return asyncio.run(_foreground(prepared, args.background_fd))
+
+
+async def _foreground(prepared: Prepared, background_fd: int | None) -> int:
+    reporter = Reporter(background_fd)
+    failure = await run_service(prepared, reporter)
+    if failure:
+        raise UserError(failure)
+    return ExitCode.OK
+
+
+def planned(file: Path) -> ServicePlan:
+    """The plan of a manifest file on this machine. Raises ``UserError`` with every fault."""
+    service = read_manifest(file)
+    try:
+        return plan(service, Observed(cores=usable_cores()))
+    except PlanError as error:
+        told = "\n".join(f"{file}: {line}" for line in str(error).splitlines())
+        raise UserError(told, ExitCode.USAGE) from None
+
+
+def read_manifest(file: Path) -> InferenceService:
+    """Read and check a manifest file. Raises ``UserError`` with every fault."""
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}", ExitCode.USAGE) from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{file}:{line}: not UTF-8", ExitCode.USAGE) from None
+    try:
+        return load_manifest(text, str(file))
+    except ManifestError as error:
+        raise UserError(str(error), ExitCode.USAGE) from None
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1

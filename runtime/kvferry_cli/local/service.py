@@ -1,0 +1,120 @@
+"""From a plan to a running local service: keys, ports, discovery, leftovers of an earlier run, then the launcher."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvferry_cli.errors import UserError
+from kvferry_cli.local import registry
+from kvferry_cli.local.background import Reporter
+from kvferry_cli.local.identity import kill_trees, own_identity
+from kvferry_cli.local.launcher import Launcher
+from kvferry_cli.local.logs import Screen
+from kvferry_cli.local.pod import LocalPod, discovery, render
+from kvferry_cli.local.ports import HOST, allocate
+from kvferry_cli.local.state_dir import STATE_VERSION, ServiceRecord, StateDir, write_atomically
+from kvferry_cli.local.supervisor import Policy
+from kvferry_operator.plan import ServicePlan
+from kvferry_service.key_files import KeyFileError, copy_keys, create_keys
+
+ROUTER_KEYS = ("http", "state", "hash")
+GIVE_UP_AFTER = 3
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a service needs before its first process."""
+
+    pods: tuple[LocalPod, ...]
+    record: ServiceRecord
+    state: StateDir
+    notes: tuple[str, ...]
+
+
+def prepare(plan: ServicePlan, state: StateDir, *, manifest: Path, model: str, port: int | None) -> Prepared:
+    """Make keys, ports and discovery in the locked state folder. Raises ``UserError``."""
+    notes = list(plan.notes)
+    if (old := state.read_state()) is not None:
+        left = kill_trees(pod.process for pod in old.pods if pod.process is not None)
+        if left:
+            notes.append(f"ended {len(left)} processes that an earlier run had left: {', '.join(map(str, left))}")
+        state.forget_state()
+    ports = allocate(plan, state.ports_file, plan.port if port is None else port)
+    try:
+        create_keys(state.keys)
+        copy_keys(state.keys, state.router_keys, ROUTER_KEYS)
+    except (KeyFileError, OSError) as error:
+        raise UserError(f"keys of the service: {error}") from None
+    pods = render(
+        plan,
+        ports,
+        state,
+        model=model,
+        api_keys_file=_api_keys_file(plan, manifest.parent),
+        log_format="text" if sys.stdout.isatty() else "json",
+    )
+    write_atomically(state.pods_file, discovery(pods))
+    record = ServiceRecord(
+        version=STATE_VERSION,
+        service=plan.name,
+        model=plan.model_name,
+        manifest=str(manifest),
+        revision=plan.revision,
+        endpoint=f"http://{HOST}:{ports['router']['http']}",
+        auth=plan.auth,
+        state="starting",
+        launcher=own_identity(),
+        pods=(),
+    )
+    return Prepared(pods=pods, record=record, state=state, notes=tuple(notes))
+
+
+def _api_keys_file(plan: ServicePlan, base: Path) -> Path | None:
+    if plan.api_keys_file is None:
+        return None
+    path = (base / Path(plan.api_keys_file).expanduser()).absolute()
+    if not path.is_file():
+        raise UserError(f"spec.router.apiKeys.keysFile: there is no file {path}")
+    return path
+
+
+async def run_service(prepared: Prepared, reporter: Reporter) -> str:
+    """Run a prepared service to its end; returns why it failed, or an empty string."""
+    screen = Screen([pod.name for pod in prepared.pods], quiet=reporter.background)
+    record, state = prepared.record, prepared.state
+    screen.say(f"service {record.service}, model {record.model}, state in {state.path}")
+    for note in prepared.notes:
+        screen.say(note)
+    if warning := registry.announce(state):
+        screen.say(warning)
+
+    def on_ready() -> None:
+        screen.say(welcome(record))
+        reporter.ready()
+
+    # In the background nobody watches a pod that cannot start; on a terminal somebody does, and may mend the cause.
+    policy = Policy(give_up_after=GIVE_UP_AFTER if reporter.background else None)
+    try:
+        launcher = Launcher(prepared.pods, state, record, screen, policy, on_ready=on_ready)
+        outcome = await launcher.run()
+        if outcome.failure:
+            screen.say(outcome.failure)
+        reporter.ended(outcome.failure)
+    finally:
+        registry.withdraw(state)
+        state.forget_state()
+        screen.close()
+    return outcome.failure
+
+
+def welcome(record: ServiceRecord) -> str:
+    """What is shown when the service is ready."""
+    key = "" if record.auth == "none" else " -H 'authorization: Bearer API_KEY'"
+    body = f'{{"model": "{record.model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+    return "\n".join(
+        [
+            f"ready: {record.endpoint}/v1",
+            f"  curl -N {record.endpoint}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'",
+            "  or: kvferry chat",
+        ]
+    )

@@ -1,0 +1,42 @@
+"""Brings a model to this machine: the one place where the command line fetches."""
+
+from pathlib import Path
+
+from kvferry_cli.errors import ExitCode, UserError
+from kvferry_operator.api.source import ModelSource, parse_source
+
+
+def resolve_model(source: ModelSource, base: Path, *, progress: bool) -> str:
+    """The model as the engine takes it: an absolute path, or the toy's name.
+
+    Args:
+        source: where it comes from.
+        base: the folder that a relative path starts from.
+        progress: show a bar while downloading.
+
+    Raises:
+        UserError: it is not there, or could not be fetched.
+    """
+    if source.kind == "toy":
+        return str(source)
+    if source.kind == "path":
+        path = (base / Path(source.name).expanduser()).absolute()
+        if not path.exists():
+            raise UserError(f"model {source.name}: there is no {path}")
+        return str(path)
+    from kvferry_runtime.model.fetch import FetchError, default_root, fetch
+
+    try:
+        return str(fetch(str(source), default_root(), progress=progress))
+    except FetchError as error:
+        raise UserError(f"model {source}: {error}") from None
+
+
+def parse_model_argument(text: str) -> ModelSource:
+    """A model named on the command line: any path that exists, else as in a manifest. Raises ``UserError``."""
+    if Path(text).expanduser().exists():
+        return ModelSource(kind="path", name=text)
+    try:
+        return parse_source(text)
+    except ValueError as error:
+        raise UserError(f"model {text!r}: {error}", ExitCode.USAGE) from None
