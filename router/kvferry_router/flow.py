@@ -266,6 +266,7 @@ class RequestFlow:
             handle=self._leg.handle if kind == "decode" else None,
         )
         self._attempts += 1
+        self._leg = msgspec.structs.replace(self._leg, choices=leg.choices)
         self._open = (kind, pod)
         self._last_frame_at = now
         out.append(OpenLeg(kind, pod, leg))
@@ -417,6 +418,10 @@ class RequestFlow:
             self._decode_error = error
         self._end = None
         self._held = b""
+        if how == "protocol":
+            # What such a pod said is worth nothing, and the client has none of it: back to where its leg began.
+            self._emitted = [list(choice.emitted) for choice in self._leg.choices]
+            self._chars = [choice.chars_sent for choice in self._leg.choices]
         self.state = State.CHOOSING_DECODE
         out.append(NeedPod("decode", frozenset(self._failed["decode"])))
 

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -89,7 +90,7 @@ class ScriptedPod:
         self.reply_delay_s = 0.0  # of probes
         self.model = MODEL
         self.bundle = bundle or TOY_BUNDLE
-        self.tools: TextTools = load_text(self.bundle, Limits())
+        self.tools: TextTools = load_text(self.bundle, Limits()) if bundle is not None else toy_tools()
         self.scripts: dict[str, deque[Script]] = defaultdict(deque)
         self.default: dict[str, Script] = {"prefill": Script(), "decode": Script()}
         self.legs: list[tuple[str, Leg]] = []
@@ -136,14 +137,14 @@ class ScriptedPod:
             self._runner = None
 
     @asynccontextmanager
-    async def stream(self) -> AsyncIterator[None]:
+    async def stream(self, key: bytes = KEYS.state) -> AsyncIterator[None]:
         """The state stream, under CURVE."""
         context = zmq.asyncio.Context()
         gate = Gate(context)
-        gate.admit("state", KEYS.state)
+        gate.admit("state", key)
         gate.start()
         socket_ = context.socket(zmq.PUB)
-        secure_server(socket_, KEYS.state, "state")  # type: ignore[arg-type]  # options only
+        secure_server(socket_, key, "state")  # type: ignore[arg-type]  # options only
         self.state_port = socket_.bind_to_random_port("tcp://127.0.0.1")
         self._publisher = socket_
         try:
@@ -399,3 +400,8 @@ def _by_status(fault: Fault | None) -> web.Response | None:
 
 
 TOY_BUNDLE = toy_text(ToySpec())
+
+
+@cache
+def toy_tools() -> TextTools:
+    return load_text(TOY_BUNDLE, Limits())

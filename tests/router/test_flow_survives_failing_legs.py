@@ -75,7 +75,8 @@ def test_disaggregated_answer_passes_through_both_pods() -> None:
         flow,
         Start("p1", "d1"),
         LegFrames(0, (Alive(step=1), make_prefilled(7, handle=handle))),
-        LegFrames(1, (make_tokens(data=b"data: a\n\n"), make_tokens(8, data=b"data: b\n\n"))),
+        LegFrames(1, (Tokens(choice=0, ids=(), data=b"data: a\n\n", chars=1),)),
+        LegFrames(1, (make_tokens(8, data=b"data: b\n\n"),)),
         LegFrames(1, (make_end(data=b"data: [DONE]\n\n", completion_tokens=2),)),
         LegClosed(1, "ended"),
     )
@@ -431,3 +432,12 @@ def test_role_chunk_goes_out_after_a_second_or_with_the_end() -> None:
     effects += run(flow, LegFrames(0, (make_end(data=b"data: [DONE]\n\n"),)), LegClosed(0, "ended"))
     assert one(FinishAnswer, effects).data == b"data: [DONE]\n\n"
     assert of(Send, effects)[0].data == b"data: role\n\n"
+
+
+def test_ids_of_a_pod_that_broke_the_protocol_are_forgotten() -> None:
+    """The next leg begins where the bad one did: with prefill's token, and nothing of what came after."""
+    flow = make_flow(stream=False)
+    run(flow, Start("p1", "d1"), LegFrames(0, (make_prefilled(7, handle=make_handle()),)))
+    effects = run(flow, LegFrames(1, (make_tokens(8, data=b""), make_end(completion_tokens=9))))
+    effects += run(flow, PodChosen("decode", "d2"))
+    assert one(OpenLeg, effects).leg.choices[0].emitted == (7,)
