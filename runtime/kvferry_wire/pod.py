@@ -1,5 +1,6 @@
 """What a pod says of itself: ``GET /internal/v1/info`` (JSON) and ``GET /internal/v1/text`` (msgpack)."""
 
+import hashlib
 from typing import Any, Literal
 
 import msgspec
@@ -57,6 +58,11 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_model_len: int
     generation_defaults: dict[str, Any]  # temperature, top_p, top_k as the model's generation config says
+
+    def digested(self) -> "TextBundle":
+        """This bundle with its ``digest``."""
+        rest = msgspec.msgpack.encode(msgspec.structs.replace(self, digest=""), order="deterministic")
+        return msgspec.structs.replace(self, digest=hashlib.sha256(rest).hexdigest())
 
 
 encode_json = msgspec.json.Encoder().encode

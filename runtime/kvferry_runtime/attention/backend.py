@@ -146,8 +146,8 @@ def make_backend(
 
 
 def _load_builtin() -> None:
-    from kvferry_runtime.attention import reference
+    from kvferry_runtime.attention import reference, torch_backend
 
-    for module in (reference,):
+    for module in (torch_backend, reference):
         if module.NAME not in _REGISTRY:
             register(module.NAME, BackendEntry(make=module.make, supports=module.supports))

@@ -1,0 +1,1 @@
+"""Inference layers of a decoder: linear, norm, rotary embedding, MLP. Plain functions of tensors, no sequence state."""

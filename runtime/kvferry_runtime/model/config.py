@@ -1,7 +1,6 @@
-"""What a decoder computes, as numbers: read from a Hugging Face ``config.json`` or from GGUF metadata.
+"""What a decoder computes, as numbers. No torch.
 
-Only the Llama architecture is read. Whatever would change the maths in a way that the code does not do is refused by
-the name of its field. No torch.
+``config_hf`` and ``config_gguf`` read it from a Hugging Face ``config.json`` and from GGUF metadata.
 """
 
 from typing import Literal
