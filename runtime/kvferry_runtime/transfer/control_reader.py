@@ -10,29 +10,24 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import msgspec
 import zmq
 
 from kvferry_runtime.core.messages import DropLease, HoldLease, LegKey, PullFinished, StartPull
-from kvferry_runtime.transfer.backends.base import BackendError, ReadJob, ReadState, TransferBackend
+from kvferry_runtime.transfer.backends.base import TransferBackend
 from kvferry_runtime.transfer.config import PullCounters
 from kvferry_runtime.transfer.flow import WITHOUT_BLOCKS, TransferFlow
 from kvferry_runtime.transfer.flow_messages import (
     Answered,
     BlocksGiven,
-    BytesArrived,
     Drop,
     Finished,
     FlowEffect,
     FlowEvent,
     Handshake,
     Read,
-    ReadDone,
-    ReadStarted,
     ReadStopped,
     Refused,
     SendFailed,
@@ -44,6 +39,7 @@ from kvferry_runtime.transfer.flow_messages import (
 )
 from kvferry_runtime.transfer.handshake import INCARNATION, OwnSide, PeerBook, PeerKey, PeersFullError, judge_reply
 from kvferry_runtime.transfer.peer_sockets import PeerSockets
+from kvferry_runtime.transfer.reads import Pull, ReadSlots
 from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.control import (
     Answers,
@@ -59,7 +55,6 @@ from kvferry_wire.control import (
     decode_reply,
     encode,
 )
-from kvferry_wire.handle import KVHandle
 from kvferry_wire.limits import Limits
 
 _log = logging.getLogger(__name__)
@@ -67,22 +62,6 @@ _log = logging.getLogger(__name__)
 _IDLE_S = 0.25  # a wait without anything due
 
 Command = HoldLease | StartPull | DropLease
-
-
-@dataclass(eq=False, slots=True)
-class _Pull:
-    """One leg's lease and what is done with it."""
-
-    key: LegKey
-    handle: KVHandle
-    lease: LeaseRef
-    peer: PeerKey
-    flow: TransferFlow
-    blocks: tuple[tuple[int, ...], ...] = ()
-    backend: TransferBackend | None = None
-    read: object | None = None  # the back end's, while it runs
-    arrived: int = 0
-    next_poll: float = 0.0
 
 
 class ReaderControl:
@@ -107,17 +86,14 @@ class ReaderControl:
     ) -> None:
         self._own = own
         self._incarnation = own().body.incarnation
-        self._backends = backends
         self._block_bytes = block_bytes
         self._limits = limits
         self._post = post
         self._next_id = itertools.count(1).__next__
-        self._pulls: dict[LegKey, _Pull] = {}
-        self._awaited: dict[int, _Pull] = {}  # by message id: renewals and releases
-        self._queued: deque[_Pull] = deque()  # wait for a place among the reads
-        self._reading: list[_Pull] = []
+        self._pulls: dict[LegKey, Pull] = {}
+        self._awaited: dict[int, Pull] = {}  # by message id: renewals and releases
+        self._reads = ReadSlots(backends, limits.transfers)
         self._peers = PeerBook(next_id=self._next_id, limits=limits)
-        self._backend_peers: dict[tuple[PeerKey, str], object] = {}
         self._sockets = PeerSockets(context, kv_key, limits)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -172,7 +148,7 @@ class ReaderControl:
         """Legs without blocks, legs with blocks, and those that a back end works on."""
         pulls = tuple(self._pulls.copy().values())
         holds = sum(pull.flow.state in WITHOUT_BLOCKS for pull in pulls)
-        return holds, len(pulls) - holds, len(self._reading)
+        return holds, len(pulls) - holds, len(self._reads)
 
     def peers(self) -> tuple[int, int]:
         """Known peers, and handshakes begun."""
@@ -200,20 +176,21 @@ class ReaderControl:
         if self._closing.is_set():
             for pull in tuple(self._pulls.values()):
                 self._feed(pull, Drop("closing"))
-        self._poll_reads()
+        for pull, event in self._reads.poll(time.monotonic()):
+            self._feed(pull, event)
         now = time.monotonic()
         for pull in tuple(self._pulls.values()):
             if pull.flow.next_wake() <= now:
                 self._feed(pull, Tick())
-        self._start_reads()
+        while (started := self._reads.start_next(now)) is not None:
+            self._feed(*started)
         if now >= self._peers_due:
             self._peers_due = now + _IDLE_S
             self._tend_peers(now)
 
     def _wait_s(self, now: float) -> float:
         due = min((pull.flow.next_wake() for pull in self._pulls.values()), default=now + _IDLE_S)
-        polls = min((pull.next_poll for pull in self._reading), default=due)
-        return max(0.0, min(due - now, polls - now, _IDLE_S))
+        return max(0.0, min(due - now, self._reads.next_poll() - now, _IDLE_S))
 
     def _drain_wakes(self) -> None:
         try:
@@ -249,7 +226,7 @@ class ReaderControl:
         )
         lease = LeaseRef(handle.lease_id, handle.incarnation, handle.epoch, handle.prompt_digest)
         peer = PeerKey(handle.incarnation, handle.host, handle.control_port)
-        pull = _Pull(hold.key, handle, lease, peer, flow)
+        pull = Pull(hold.key, handle, lease, peer, flow)
         self._pulls[hold.key] = pull
         try:
             if len(self._pulls) > self._limits.pulls:
@@ -276,10 +253,10 @@ class ReaderControl:
 
     # ---- effects -------------------------------------------------------------------------------------------------
 
-    def _feed(self, pull: _Pull, event: FlowEvent) -> None:
+    def _feed(self, pull: Pull, event: FlowEvent) -> None:
         self._perform(pull, pull.flow.handle(event, time.monotonic()))
 
-    def _perform(self, pull: _Pull, effects: list[FlowEffect]) -> None:
+    def _perform(self, pull: Pull, effects: list[FlowEffect]) -> None:
         for effect in effects:
             match effect:
                 case Handshake():
@@ -293,15 +270,16 @@ class ReaderControl:
                 case SendFailed(message_id, reason):
                     self._send(pull.peer, message_id, Failed(lease=pull.lease, reason=reason[:64]))
                 case Read():
-                    self._queued.append(pull)
+                    self._reads.enqueue(pull)
                 case StopRead():
-                    self._stop_read(pull)
+                    if not self._reads.stop(pull):
+                        self._feed(pull, ReadStopped())
                 case Finished():
                     self._finish(pull, effect)
         if pull.flow.ended:
             self._remove(pull)
 
-    def _shake_hands(self, pull: _Pull) -> None:
+    def _shake_hands(self, pull: Pull) -> None:
         answer = self._peers.ask(pull.peer, pull, time.monotonic())
         if isinstance(answer, int):
             self._send(pull.peer, answer, self._own().hello())
@@ -314,15 +292,8 @@ class ReaderControl:
         request = ControlRequest(reader=self._incarnation, id=message_id, body=body)
         self._sockets.send(peer, encode(request))
 
-    def _stop_read(self, pull: _Pull) -> None:
-        if pull.read is not None and pull.backend is not None:
-            pull.backend.stop(pull.read)
-            pull.next_poll = 0.0
-        else:
-            self._queued.remove(pull)
-            self._feed(pull, ReadStopped())
-
-    def _finish(self, pull: _Pull, finished: Finished) -> None:
+    def _finish(self, pull: Pull, finished: Finished) -> None:
+        self._remove(pull)  # before it is told: whoever hears of it may count the pulls that are left
         counters = self.counters
         if finished.reason is None:
             counters.ok += 1
@@ -339,7 +310,7 @@ class ReaderControl:
             )
         )
 
-    def _remove(self, pull: _Pull) -> None:
+    def _remove(self, pull: Pull) -> None:
         if self._pulls.get(pull.key) is not pull:
             return
         del self._pulls[pull.key]
@@ -347,55 +318,6 @@ class ReaderControl:
             del self._awaited[message_id]
         if pull.peer is not _NOBODY:
             self._peers.leave(pull.peer, pull, time.monotonic())
-
-    # ---- reads ---------------------------------------------------------------------------------------------------
-
-    def _start_reads(self) -> None:
-        while self._queued and len(self._reading) < self._limits.transfers:
-            pull = self._queued.popleft()
-            try:
-                backend, peer = self._backend_for(pull)
-                pull.read = backend.read(peer, ReadJob(pull.lease, pull.blocks))
-            except BackendError as error:
-                _log.warning("a pull cannot begin: %s", error)
-                self._feed(pull, ReadStopped(RecomputeReason.NO_BACKEND))
-                continue
-            pull.backend = backend
-            pull.next_poll = time.monotonic() + backend.poll_interval_s
-            self._reading.append(pull)
-            self._feed(pull, ReadStarted())
-
-    def _backend_for(self, pull: _Pull) -> tuple[TransferBackend, object]:
-        for name, backend in self._backends.items():
-            descriptor = pull.handle.backends.get(name)
-            if descriptor is None:
-                continue
-            known = self._backend_peers.get((pull.peer, name))
-            if known is None:
-                known = backend.connect(pull.peer.incarnation, pull.peer.host, descriptor)
-                self._backend_peers[pull.peer, name] = known
-            return backend, known
-        raise BackendError(f"backends: the peer has {sorted(pull.handle.backends)}, we have {sorted(self._backends)}")
-
-    def _poll_reads(self) -> None:
-        now = time.monotonic()
-        for pull in tuple(self._reading):
-            assert pull.backend is not None
-            status = pull.backend.poll(pull.read)
-            pull.next_poll = now + pull.backend.poll_interval_s
-            if status.nbytes != pull.arrived:
-                pull.arrived = status.nbytes
-                self._feed(pull, BytesArrived(status.nbytes))
-            if status.state is ReadState.RUNNING:
-                continue
-            pull.backend.release(pull.read)
-            pull.read = None
-            self._reading.remove(pull)
-            if status.state is ReadState.DONE:
-                self._feed(pull, ReadDone())
-            else:
-                _log.info("a read ended early: %s", status.detail)
-                self._feed(pull, ReadStopped(status.reason))
 
     # ---- replies and peers ---------------------------------------------------------------------------------------
 
@@ -425,7 +347,7 @@ class ReaderControl:
                 verdict.theirs,
             )
         for waiter in self._peers.settle(key, verdict):
-            assert isinstance(waiter, _Pull)
+            assert isinstance(waiter, Pull)
             self._feed(waiter, _verdict_event(verdict))
 
     def _tend_peers(self, now: float) -> None:
@@ -437,10 +359,7 @@ class ReaderControl:
 
     def _forget(self, key: PeerKey) -> None:
         self._sockets.forget(key)
-        for name, backend in self._backends.items():
-            known = self._backend_peers.pop((key, name), None)
-            if known is not None:
-                backend.forget(known)
+        self._reads.forget(key)
 
 
 # A pull that found no place among the peers: nothing is sent for it.

@@ -4,6 +4,7 @@ Pure. `answer_hello` and `judge_reply` are the owner's and the reader's verdicts
 its peers. A refusal is final until the peer has another incarnation.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -113,24 +114,31 @@ class PeerBook:
         self._limits = limits
         self._peers: dict[PeerKey, Peer] = {}
         self._by_hello: dict[int, PeerKey] = {}
+        self._refused: OrderedDict[PeerKey, Refuse] = OrderedDict()  # of forgotten peers: refusals are final
         self.handshakes = 0
 
     def enter(self, key: PeerKey, now: float) -> list[PeerKey]:
-        """A flow begins to use a peer. Returns the peers forgotten to make room.
+        """A flow begins to use a peer. Returns the idle peers that are forgotten for it.
+
+        Those are earlier incarnations at its address, and the longest idle one when there is no room.
 
         Raises:
             PeersFullError: all known peers are in use.
         """
         forgotten: list[PeerKey] = []
         if key not in self._peers:
-            while len(self._peers) >= self._limits.peers:
-                idle = [(peer.used_at, known) for known, peer in self._peers.items() if not peer.users]
+            address = (key.host, key.control_port)
+            idle = {known: peer for known, peer in self._peers.items() if not peer.users}
+            forgotten += [known for known in idle if (known.host, known.control_port) == address]
+            if len(self._peers) - len(forgotten) >= self._limits.peers:
                 if not idle:
                     raise PeersFullError(
                         f"peers: {len(self._peers)} are in use, at most {self._limits.peers} are accepted"
                     )
-                forgotten.append(self._forget(min(idle, key=lambda entry: entry[0])[1]))
-            self._peers[key] = Peer(hello_id=0, resend_at=0.0, used_at=now)
+                forgotten.append(min(idle, key=lambda known: idle[known].used_at))
+            for known in forgotten:
+                self._forget(known)
+            self._peers[key] = Peer(hello_id=0, resend_at=0.0, used_at=now, verdict=self._refused.get(key))
         self._peers[key].users += 1
         return forgotten
 
@@ -169,28 +177,26 @@ class PeerBook:
         return waiters
 
     def tick(self, now: float) -> tuple[list[tuple[PeerKey, int]], list[PeerKey]]:
-        """`Hello`s to send again (same id), and idle peers forgotten. Refusals stay: they are final."""
+        """`Hello`s to send again (same id), and the peers that were idle for too long and are forgotten."""
         resend = []
         for key, peer in self._peers.items():
             if peer.verdict is None and peer.waiters and now >= peer.resend_at:
                 peer.resend_at = now + self._limits.control_reply_s
                 resend.append((key, peer.hello_id))
-        idle = [
-            key
-            for key, peer in self._peers.items()
-            if not peer.users and now - peer.used_at >= self._limits.peer_ttl_s and not isinstance(peer.verdict, Refuse)
-        ]
-        return resend, [self._forget(key) for key in idle]
-
-    def verdict(self, key: PeerKey) -> HelloBody | Refuse | None:
-        """What is known of a peer without asking it."""
-        peer = self._peers.get(key)
-        return None if peer is None else peer.verdict
+        ttl = self._limits.peer_ttl_s
+        idle = [key for key, peer in self._peers.items() if not peer.users and now - peer.used_at >= ttl]
+        for key in idle:
+            self._forget(key)
+        return resend, idle
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def _forget(self, key: PeerKey) -> PeerKey:
+    def _forget(self, key: PeerKey) -> None:
         peer = self._peers.pop(key)
         self._by_hello.pop(peer.hello_id, None)
-        return key
+        if isinstance(peer.verdict, Refuse):
+            self._refused[key] = peer.verdict
+            self._refused.move_to_end(key)
+            while len(self._refused) > self._limits.peers:
+                self._refused.popitem(last=False)

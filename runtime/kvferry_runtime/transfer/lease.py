@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from kvferry_runtime.core.integrity import IntegrityError
 from kvferry_runtime.core.messages import GrantLease, LeaseEnded
 from kvferry_wire.control import LeaseAnswer, LeaseRef
 from kvferry_wire.limits import Limits
@@ -84,10 +85,6 @@ _WHY: Mapping[LeaseState, LeaseEndedWhy] = {
 
 class LeaseError(ValueError):
     """The engine asked for what no lease can do; nothing was changed."""
-
-
-class IntegrityError(AssertionError):
-    """The books of the table do not add up; the message holds every term."""
 
 
 def advance(state: LeaseState, event: LeaseEvent) -> LeaseState:

@@ -256,11 +256,15 @@ class TransferService:
             backends=dict(self._backend_reasons),
         )
 
-    def check_integrity(self) -> None:
-        """Raise `TransferError` if one of its threads has died, `IntegrityError` if the leases do not add up."""
+    def check_alive(self) -> None:
+        """Raise `TransferError` if one of its threads has died: pulls would then never finish. Cheap."""
         for name, failure in (("owner", self._running_owner().failure), ("reader", self._running_reader().failure)):
             if failure:
                 raise TransferError(f"the {name}'s control thread has died: {failure}")
+
+    def check_integrity(self) -> None:
+        """`check_alive`, and raise `IntegrityError` if the leases do not add up."""
+        self.check_alive()
         self._desk.check_integrity()
 
     # ---- inside --------------------------------------------------------------------------------------------------

@@ -1,0 +1,128 @@
+"""The reads in flight of one engine: which pulls the back ends work on, which wait for a place, and how far each is.
+
+Used by the reader's thread alone. What happens to a read is returned as events for its flow.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry_runtime.core.messages import LegKey
+from kvferry_runtime.transfer.backends.base import BackendError, ReadJob, ReadState, TransferBackend
+from kvferry_runtime.transfer.flow import TransferFlow
+from kvferry_runtime.transfer.flow_messages import BytesArrived, FlowEvent, ReadDone, ReadStarted, ReadStopped
+from kvferry_runtime.transfer.handshake import PeerKey
+from kvferry_runtime.transfer.reasons import RecomputeReason
+from kvferry_wire.control import LeaseRef
+from kvferry_wire.handle import KVHandle
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Pull:
+    """One leg's lease and what is done with it. `backend` and `read` are set while a read runs."""
+
+    key: LegKey
+    handle: KVHandle
+    lease: LeaseRef
+    peer: PeerKey
+    flow: TransferFlow
+    blocks: tuple[tuple[int, ...], ...] = ()
+    backend: TransferBackend | None = None
+    read: object | None = None
+    arrived: int = 0
+    next_poll: float = 0.0
+
+
+class ReadSlots:
+    """At most `places` reads at once; the others wait in the order in which they came.
+
+    Args:
+        backends: available ones, by name, in order of preference.
+    """
+
+    def __init__(self, backends: Mapping[str, TransferBackend], places: int) -> None:
+        self._backends = backends
+        self._places = places
+        self._queued: deque[Pull] = deque()
+        self._running: list[Pull] = []
+        self._peers: dict[tuple[PeerKey, str], object] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def enqueue(self, pull: Pull) -> None:
+        """The pull's blocks are to be read."""
+        self._queued.append(pull)
+
+    def stop(self, pull: Pull) -> bool:
+        """End a read soon; `poll` tells when. False: it had not begun, and never will."""
+        if pull.backend is None or pull.read is None:
+            self._queued.remove(pull)
+            return False
+        pull.backend.stop(pull.read)
+        pull.next_poll = 0.0
+        return True
+
+    def start_next(self, now: float) -> tuple[Pull, FlowEvent] | None:
+        """Begin the next read, if there is one and a place for it."""
+        if not self._queued or len(self._running) >= self._places:
+            return None
+        pull = self._queued.popleft()
+        try:
+            backend, peer = self._backend_for(pull)
+            pull.read = backend.read(peer, ReadJob(pull.lease, pull.blocks))
+        except BackendError as error:
+            _log.warning("a pull cannot begin: %s", error)
+            return pull, ReadStopped(RecomputeReason.NO_BACKEND)
+        pull.backend = backend
+        pull.next_poll = now + backend.poll_interval_s
+        self._running.append(pull)
+        return pull, ReadStarted()
+
+    def poll(self, now: float) -> list[tuple[Pull, FlowEvent]]:
+        """What has happened to the running reads."""
+        happened: list[tuple[Pull, FlowEvent]] = []
+        for pull in tuple(self._running):
+            assert pull.backend is not None
+            status = pull.backend.poll(pull.read)
+            pull.next_poll = now + pull.backend.poll_interval_s
+            if status.nbytes != pull.arrived:
+                pull.arrived = status.nbytes
+                happened.append((pull, BytesArrived(status.nbytes)))
+            if status.state is ReadState.RUNNING:
+                continue
+            pull.backend.release(pull.read)
+            pull.backend = pull.read = None
+            self._running.remove(pull)
+            if status.state is ReadState.DONE:
+                happened.append((pull, ReadDone()))
+            else:
+                _log.info("a read ended early: %s", status.detail)
+                happened.append((pull, ReadStopped(status.reason)))
+        return happened
+
+    def next_poll(self) -> float:
+        """When `poll` is due next."""
+        return min((pull.next_poll for pull in self._running), default=float("inf"))
+
+    def forget(self, key: PeerKey) -> None:
+        """Close what the back ends keep open to a peer. No pull uses it."""
+        for name, backend in self._backends.items():
+            known = self._peers.pop((key, name), None)
+            if known is not None:
+                backend.forget(known)
+
+    def _backend_for(self, pull: Pull) -> tuple[TransferBackend, object]:
+        for name, backend in self._backends.items():
+            descriptor = pull.handle.backends.get(name)
+            if descriptor is None:
+                continue
+            known = self._peers.get((pull.peer, name))
+            if known is None:
+                known = backend.connect(pull.peer.incarnation, pull.peer.host, descriptor)
+                self._peers[pull.peer, name] = known
+            return backend, known
+        raise BackendError(f"backends: the peer has {sorted(pull.handle.backends)}, we have {sorted(self._backends)}")
