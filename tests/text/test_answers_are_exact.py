@@ -224,6 +224,7 @@ def test_a_finished_answer_refuses_more() -> None:
     """Pushing to a finished choice, pushing after the end, ending early or twice are errors of the caller."""
     answer = writer(choices=(ChoiceState(),) * 2)
     answer.push(0, [5], "length", None)
+    assert answer.finished_choices() == {0} and not answer.finished()
     with pytest.raises(ValueError, match="choice 0 has finished"):
         answer.push(0, [6], None, None)
     with pytest.raises(ValueError, match=r"choices \[1\] have not finished"):

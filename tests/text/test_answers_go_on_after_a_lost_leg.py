@@ -49,6 +49,13 @@ def test_a_resumed_stream_repeats_neither_role_nor_text() -> None:
     assert stream_text(answer.push(0, ids_of(" friend"), "length", None).data) == " friend"
 
 
+def test_text_that_was_sent_in_part_goes_on_behind_that_part() -> None:
+    """Ids whose text the client has up to some character give the rest once."""
+    answer = writer(ChoiceState(emitted=ids_of("Hello there"), chars_sent=7), role_sent=True)
+    [(_, written)] = answer.catch_up()
+    assert (stream_text(written.data), written.chars) == ("here", 4)
+
+
 @pytest.mark.parametrize(
     ("emitted", "sampling", "finish", "reason", "text"),
     [

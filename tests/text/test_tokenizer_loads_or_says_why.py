@@ -133,6 +133,27 @@ def test_a_tokenizer_is_shared_by_threads() -> None:
     assert not wrong
 
 
+def test_encoding_a_long_text_lets_other_threads_run() -> None:
+    """B175: while one thread encodes, another makes progress."""
+    tokenizer = default_tools().tokenizer
+    ticks = 0
+    done = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = ticks
+    tokenizer.encode("你好" * 100_000, special=True, add_bos=False)
+    during = ticks - before
+    done.set()
+    thread.join()
+    assert during >= 5
+
+
 def test_the_repr_is_short() -> None:
     """No vocabulary in logs."""
     assert len(repr(default_tools().tokenizer)) < 100 and len(repr(default_tools())) < 100

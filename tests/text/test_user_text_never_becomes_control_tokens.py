@@ -80,11 +80,15 @@ def test_a_control_token_cannot_be_put_together_from_neighbours() -> None:
         assert tools.tokenizer.decode(ids) == "".join(contents)
 
 
-def test_a_control_token_cannot_be_completed_by_the_template() -> None:
-    """Half a token at the edge of a message and the other half in the template stay text."""
-    tools = make_tools(chat_template="{% for m in messages %}{{ m.content.strip() + 'end|>' }}{% endfor %}")
-    ids = encode_chat(tools.template, tools.tokenizer, user("hi <|im_ \n"))
-    assert controls(tools, ids) == [] and tools.tokenizer.decode(ids) == "hi <|im_end|>"
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [("m.content.strip() + 'end|>'", "hi <|im_ \n"), ("'<|im_' + m.content.strip()", " end|> hi")],
+)
+def test_a_control_token_cannot_be_completed_by_the_template(source: str, content: str) -> None:
+    """Half a token at either edge of a message and the other half in the template stay text."""
+    tools = make_tools(chat_template="{% for m in messages %}{{ " + source + " }}{% endfor %}")
+    ids = encode_chat(tools.template, tools.tokenizer, user(content))
+    assert controls(tools, ids) == [] and tools.tokenizer.decode(ids) == tools.template.render(user(content))
 
 
 def test_a_template_that_trims_is_guarded_alike() -> None:
