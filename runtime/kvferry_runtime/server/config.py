@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from kvferry_runtime.model.toy_spec import is_toy_name
 from kvferry_runtime.server.flags import (
     Flag,
     FlagError,
@@ -144,7 +145,9 @@ def parse(argv: list[str], env: dict[str, str] | None = None) -> ServerConfig:
 
 
 def served_name_of(model: str) -> str:
-    """The name that a model gets when none is given: the last part of its path."""
+    """The name that a model gets when none is given: the last part of its path; ``toy`` for any toy."""
+    if is_toy_name(model):
+        return "toy"
     return Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rsplit("/", 1)[-1]
 
 
