@@ -9,6 +9,7 @@ thread does not stop another thread's stream.
 """
 
 import json
+import os
 import secrets
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,6 +21,9 @@ from kvferry_text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetoken
 from kvferry_text.special_strings import SpecialStrings
 from kvferry_text.token_bytes import DecoderPlan, decoder_plan, token_table
 from kvferry_wire.pod import TextBundle
+
+# One text per call gains nothing from the library's thread pool, which also warns when the process forks after its use.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 CONTEXT_IDS = 8  # of the prompt, that an answer which continues it is decoded behind
 
