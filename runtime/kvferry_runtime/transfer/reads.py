@@ -48,7 +48,8 @@ class ReadSlots:
         self._places = places
         self._queued: deque[Pull] = deque()
         self._running: list[Pull] = []
-        self._peers: dict[tuple[PeerKey, str], object] = {}
+        # By what handles say of how to reach a peer: one entry per peer, unless a peer contradicts itself.
+        self._peers: dict[PeerKey, dict[tuple[str, bytes], object]] = {}
 
     def __len__(self) -> int:
         return len(self._running)
@@ -110,19 +111,16 @@ class ReadSlots:
 
     def forget(self, key: PeerKey) -> None:
         """Close what the back ends keep open to a peer. No pull uses it."""
-        for name, backend in self._backends.items():
-            known = self._peers.pop((key, name), None)
-            if known is not None:
-                backend.forget(known)
+        for (name, _), known in self._peers.pop(key, {}).items():
+            self._backends[name].forget(known)
 
     def _backend_for(self, pull: Pull) -> tuple[TransferBackend, object]:
         for name, backend in self._backends.items():
             descriptor = pull.handle.backends.get(name)
             if descriptor is None:
                 continue
-            known = self._peers.get((pull.peer, name))
-            if known is None:
-                known = backend.connect(pull.peer.incarnation, pull.peer.host, descriptor)
-                self._peers[pull.peer, name] = known
-            return backend, known
+            reached = self._peers.setdefault(pull.peer, {})
+            if (name, descriptor) not in reached:
+                reached[name, descriptor] = backend.connect(pull.peer.incarnation, pull.peer.host, descriptor)
+            return backend, reached[name, descriptor]
         raise BackendError(f"backends: the peer has {sorted(pull.handle.backends)}, we have {sorted(self._backends)}")
