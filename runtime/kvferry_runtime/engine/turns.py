@@ -22,7 +22,6 @@ from kvferry_runtime.core.messages import (
     TokensOut,
 )
 from kvferry_runtime.core.plan import StepPlan, StepResult
-from kvferry_runtime.engine.link import Link
 from kvferry_runtime.engine.messages import (
     HEARTBEAT_S,
     Batch,
@@ -34,6 +33,7 @@ from kvferry_runtime.engine.messages import (
     SnapshotReply,
     SnapshotRequest,
     Stop,
+    Upward,
 )
 from kvferry_runtime.engine.state_stream import StateNumbers, StatePublisher
 from kvferry_runtime.transfer.config import TransferState
@@ -65,6 +65,15 @@ class Transfer(Protocol):
     def check_integrity(self) -> None: ...
 
 
+class Wire(Protocol):
+    """``engine.link.Link``, as the loop uses it."""
+
+    def inbox(self) -> list[Downward | PullFinished | LeaseEnded]: ...
+    def wait(self, timeout_s: float) -> None: ...
+    def wake(self) -> None: ...
+    def send(self, message: Upward) -> None: ...
+
+
 class EngineLoop:
     """Turns until told to stop. Whatever is raised in a turn is the end of the process: nothing is repaired here."""
 
@@ -74,7 +83,7 @@ class EngineLoop:
         core: EngineCore,
         runner: Runner,
         transfer: Transfer | None,
-        link: Link,
+        link: Wire,
         numbers: StateNumbers,
         publisher: StatePublisher | None,
         clock: Callable[[], float] = time.monotonic,

@@ -1,0 +1,177 @@
+"""The EngineCore loop with the real core, a scripted runner, transfer and link: who gets what, and in which order."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry_runtime.core.config import CoreConfig
+from kvferry_runtime.core.engine import EngineCore
+from kvferry_runtime.core.messages import AbortLeg, FailOut, GrantLease, LegKey, PrefilledOut, Submit, TokensOut
+from kvferry_runtime.core.plan import StepPlan, StepResult
+from kvferry_runtime.engine.messages import Batch, Heartbeat, PrefillAnswered, SnapshotReply, SnapshotRequest, Stop
+from kvferry_runtime.engine.scripted import ScriptedLink, ScriptedRunner, ScriptedTransfer
+from kvferry_runtime.engine.state_stream import StateNumbers
+from kvferry_runtime.engine.turns import EngineLoop
+from kvferry_wire import state
+from kvferry_wire.canonical import KeyExtras
+from kvferry_wire.leg import Sampling
+from kvferry_wire.limits import Limits
+
+KEYS = {"hash_key": bytes(32), "kv_key": bytes([1]) * 32}
+
+
+def make_submit(name: str = "a", kind: str = "generate", **changes: Any) -> Submit:
+    values: dict[str, Any] = {
+        "key": LegKey(name, 0),
+        "kind": kind,
+        "prompt_ids": tuple(range(20)),
+        "emitted": ((),),
+        "sampling": Sampling(seed=1, max_tokens=3),
+        "extras": KeyExtras(),
+        "deadline_s": 10.0,
+        "eos_token_ids": (),
+    }
+    return Submit(**(values | changes))
+
+
+class Rig:
+    """A loop whose turns are driven by hand."""
+
+    def __init__(self, *, transfer: bool = True, runner: Any = None) -> None:
+        self.now = 0.0
+        config = CoreConfig(block_size=4, blocks=40, token_budget=64, max_running=8, max_model_len=128, **KEYS)
+        self.core = EngineCore(config)
+        self.link = ScriptedLink(on_wait=self.advance)
+        self.transfer = ScriptedTransfer() if transfer else None
+        self.loop = EngineLoop(
+            core=self.core,
+            runner=runner or ScriptedRunner(),
+            transfer=self.transfer,
+            link=self.link,
+            numbers=StateNumbers(bytes(16), Limits()),
+            publisher=None,
+            clock=lambda: self.now,
+        )
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def run(self, *messages: Any) -> list[Any]:
+        """Give messages, turn until all is quiet, stop; returns the outputs in order."""
+        self.link.give(*messages)
+        self.link.when_quiet(Stop())
+        self.loop.run()
+        return [output for batch in self.link.sent_of(Batch) for output in batch.outputs]
+
+
+def test_a_generate_leg_gets_its_tokens() -> None:
+    """One output per step, the last with the finish; heartbeats count turns."""
+    rig = Rig()
+    outputs = rig.run(make_submit())
+    assert [type(output) for output in outputs] == [TokensOut] * 3
+    assert outputs[-1].finish == "length"
+    ticks = [beat.ticks for beat in rig.link.sent_of(Heartbeat)]
+    assert ticks == sorted(set(ticks))
+
+
+def test_a_prefill_leg_gets_the_handle_of_its_own_lease() -> None:
+    """The lease is granted before the answer leaves; each answer carries its own handle."""
+    rig = Rig()
+    outputs = rig.run(make_submit("a", "prefill"), make_submit("b", "prefill", prompt_ids=tuple(range(50, 70))))
+    assert rig.transfer is not None
+    granted = {grant.key: grant.lease_id for grant in rig.transfer.calls_of(GrantLease)}
+    assert len(granted) == 2
+    for output in outputs:
+        assert isinstance(output, PrefilledOut)
+        assert output.handle is not None
+        assert output.handle.lease_id == granted[output.key]
+
+
+def test_without_a_transfer_nothing_is_leased() -> None:
+    """A prefill answer has no handle, its blocks are free at once."""
+    rig = Rig(transfer=False)
+    (output,) = rig.run(make_submit("a", "prefill"))
+    assert isinstance(output, PrefilledOut)
+    assert output.handle is None
+    assert rig.core.load().free_blocks == rig.core.load().total_blocks
+
+
+def test_a_handle_that_fails_the_check_never_reaches_the_core() -> None:
+    """The leg is recomputed, with the reason in its first output."""
+    rig = Rig()
+    assert rig.transfer is not None
+    handle = rig.transfer.grant_for(make_submit("x"))
+    rig.transfer.reason = "mac"
+    outputs = rig.run(make_submit(handle=handle))
+    assert outputs[0].recomputed == "mac"
+    assert not [call for call in rig.transfer.calls if type(call).__name__ in ("HoldLease", "StartPull")]
+
+
+def test_an_abort_leaves_no_output_and_no_block() -> None:
+    """A leg aborted in the same turn as it came gives nothing."""
+    rig = Rig()
+    assert rig.run(make_submit(), AbortLeg(key=LegKey("a", 0))) == []
+    assert rig.core.load().free_blocks == rig.core.load().total_blocks
+
+
+def test_a_deadline_fails_a_leg_that_waits() -> None:
+    """Time alone ends a leg."""
+    rig = Rig()
+    rig.link.on_turn = lambda: rig.advance(20.0)
+    outputs = rig.run(make_submit())
+    assert isinstance(outputs[-1], FailOut)
+    assert outputs[-1].kind == "deadline"
+
+
+def test_answers_reach_the_lease_table() -> None:
+    """Delivered or not is passed on as it is."""
+    rig = Rig()
+    rig.run(PrefillAnswered(lease_id=4, delivered=False))
+    assert rig.transfer is not None
+    assert rig.transfer.answers == [(4, False)]
+
+
+def test_a_snapshot_agrees_with_the_numbers() -> None:
+    """What was published before it is in it; the load is now's."""
+    rig = Rig()
+    rig.link.give(make_submit())
+    rig.link.when_quiet(SnapshotRequest(number=2), Stop())
+    rig.loop.run()
+    (reply,) = rig.link.sent_of(SnapshotReply)
+    snapshot = state.decode_snapshot(reply.snapshot)
+    assert reply.number == 2
+    assert len(snapshot.hashes) == 5  # 20 prompt tokens in blocks of 4
+    assert snapshot.load.running == 0
+
+
+def test_a_failing_step_ends_the_loop() -> None:
+    """The error leaves the loop: the process ends, nothing goes on with books that may be wrong."""
+
+    class Failing:
+        def step(self, plan: StepPlan) -> StepResult:
+            raise ArithmeticError(plan.number)
+
+    with pytest.raises(ArithmeticError):
+        Rig(runner=Failing()).run(make_submit())
+
+
+def test_integrity_is_checked_when_work_ends() -> None:
+    """A broken account is found at the first idle turn."""
+    rig = Rig()
+    assert rig.transfer is not None
+    rig.transfer.broken = True
+    with pytest.raises(RuntimeError, match="scripted"):
+        rig.run(make_submit())
+
+
+def test_messages_hold_no_key_in_their_repr() -> None:
+    """A config that is logged by mistake shows no key."""
+    from kvferry_runtime.engine.messages import EngineConfig, decode_config, encode
+    from kvferry_wire.keys import ServiceKeys
+
+    keys = ServiceKeys(http=b"h" * 32, kv=b"k" * 32, state=b"s" * 32, hash=b"a" * 32)
+    config = EngineConfig(model="toy", model_digest="", threads=1, keys=keys, down="d", up="u")
+    assert "kkkk" not in repr(config)
+    assert decode_config(encode(config)) == config
+    assert msgspec.structs.replace(config, keys=None).keys is None
