@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(given)
         return int(args.run(args))
     except UserError as error:
-        print(f"kvferry: {error}", file=sys.stderr)
+        print(error if error.located else f"kvferry: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print("kvferry: interrupted", file=sys.stderr)

@@ -5,6 +5,9 @@ from pathlib import Path
 from kvferry_cli.errors import ExitCode, UserError
 from kvferry_operator.api.source import ModelSource, parse_source
 
+# The demo model answers to its served name as well.
+DEMO_NAMES = {"smollm2-135m-instruct": "demo:smollm2"}
+
 
 def resolve_model(source: ModelSource, base: Path, *, progress: bool) -> str:
     """The model as the engine takes it: an absolute path, or the toy's name.
@@ -24,18 +27,22 @@ def resolve_model(source: ModelSource, base: Path, *, progress: bool) -> str:
         if not path.exists():
             raise UserError(f"model {source.name}: there is no {path}")
         return str(path)
+    if source.revision is not None:
+        raise UserError(f"model {source}: revisions cannot be fetched yet; leave out @{source.revision}")
     from kvferry_runtime.model.fetch import FetchError, default_root, fetch
 
     try:
-        return str(fetch(str(source), default_root(), progress=progress))
+        return str(fetch(str(source) if source.kind == "demo" else source.name, default_root(), progress=progress))
     except FetchError as error:
-        raise UserError(f"model {source}: {error}") from None
+        raise UserError(str(error)) from None
 
 
 def parse_model_argument(text: str) -> ModelSource:
     """A model named on the command line: any path that exists, else as in a manifest. Raises ``UserError``."""
     if Path(text).expanduser().exists():
         return ModelSource(kind="path", name=text)
+    if text in DEMO_NAMES:
+        return parse_source(DEMO_NAMES[text])
     try:
         return parse_source(text)
     except ValueError as error:

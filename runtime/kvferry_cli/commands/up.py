@@ -82,7 +82,7 @@ def planned(file: Path) -> ServicePlan:
         return plan(service, Observed(cores=usable_cores()))
     except PlanError as error:
         told = "\n".join(f"{file}: {line}" for line in str(error).splitlines())
-        raise UserError(told, ExitCode.USAGE) from None
+        raise UserError(told, ExitCode.USAGE, located=True) from None
 
 
 def read_manifest(file: Path) -> InferenceService:
@@ -91,16 +91,16 @@ def read_manifest(file: Path) -> InferenceService:
         with file.open("rb") as opened:
             data = opened.read(MAX_MANIFEST_BYTES + 1)
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}", ExitCode.USAGE) from None
+        raise UserError(f"{file}: {error.strerror}", ExitCode.USAGE, located=True) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{file}:{line}: not UTF-8", ExitCode.USAGE) from None
+        raise UserError(f"{file}:{line}: not UTF-8", ExitCode.USAGE, located=True) from None
     try:
         return load_manifest(text, str(file))
     except ManifestError as error:
-        raise UserError(str(error), ExitCode.USAGE) from None
+        raise UserError(str(error), ExitCode.USAGE, located=True) from None
 
 
 def usable_cores() -> int:

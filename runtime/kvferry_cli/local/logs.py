@@ -95,6 +95,10 @@ class Screen:
         for line in text.splitlines():
             self.line(LAUNCHER, line)
 
+    def pending(self) -> int:
+        """Lines that have not been written yet."""
+        return self._queue.qsize()
+
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what is queued, for at most so long."""
         try:

@@ -1,0 +1,79 @@
+# Targets for users (serve) and contributors (test, lint, ...); `make help` lists them.
+# Needs Python 3.11 or newer with venv, and nothing else: the rest is installed into .venv from uv.lock.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 8000
+MANIFEST ?= examples/smollm2.yaml
+TESTS ?= tests
+ARGS ?=
+SEEDS ?= 500
+
+BIN := $(VENV)/bin
+SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) UV_PYTHON=$(BIN)/python UV_PYTHON_DOWNLOADS=never \
+	UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-120} $(BIN)/uv sync --locked --inexact
+
+.PHONY: help serve test lint format docs sim bench install install-dev clean
+
+help: ## show this list
+	@echo "usage: make TARGET [PORT=$(PORT)] [PYTHON=$(PYTHON)]"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+serve: install ## install, fetch the demo model, serve examples/smollm2.yaml on 127.0.0.1:PORT; Ctrl-C stops all
+	@exec $(BIN)/kvferry up $(MANIFEST) --port $(PORT)
+
+test: install-dev ## install what the tests need, then run them (TESTS=path, ARGS="pytest options")
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+lint: install-dev ## ruff, formatting, import layers, mypy strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: install-dev ## format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install-dev ## write the documentation that is generated from the code
+	$(BIN)/python -m kvferry_operator.api.reference > docs/manifest.md
+
+sim: install-dev ## simulate SEEDS fault schedules of router, prefill and decode in one process
+	KVFERRY_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/simulation $(ARGS)
+
+bench: install-dev ## run every benchmark; benchmarks/README.md explains the figures
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+install: $(VENV)/.stamp-runtime ## create .venv with what serving needs
+install-dev: $(VENV)/.stamp-dev ## create .venv with what tests and checks need
+
+clean: ## remove .venv and caches; models and state folders stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# ---- environment ----
+
+$(VENV)/.stamp-python:
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+		echo "kvferry needs Python 3.11 or newer; there is no '$(PYTHON)'. Say which with: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "kvferry needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Say which with: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "'$(PYTHON)' has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-uv: $(VENV)/.stamp-python
+	$(BIN)/python -m pip install --disable-pip-version-check 'uv>=0.8'
+	@touch $@
+
+$(VENV)/.stamp-runtime: $(VENV)/.stamp-uv pyproject.toml uv.lock
+	$(SYNC) --extra runtime --extra router
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-uv pyproject.toml uv.lock
+	$(SYNC) --extra dev
+	@touch $@ $(VENV)/.stamp-runtime
