@@ -1,0 +1,93 @@
+"""Ways to make a transfer slow or broken on purpose: a memory that waits, and a proxy between two engines."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from kvferry_runtime.transfer.memory import ToyBlockMemory
+
+
+class WaitingMemory(ToyBlockMemory):
+    """Calls `wait` before each block that it shows; the owner's data plane asks once per block that it sends."""
+
+    wait: Callable[[], None] = staticmethod(lambda: None)
+
+    def block(self, group: int, block_id: int) -> memoryview:
+        self.wait()
+        return super().block(group, block_id)
+
+
+class Proxy:
+    """Forwards connections to a port of 127.0.0.1; bytes toward the client pass `rate` per second.
+
+    `cut` ends all connections and refuses new ones; `hold_after` bytes toward the client the rest is kept back.
+    """
+
+    def __init__(self, target: int, *, rate: float = float("inf"), hold_after: float = float("inf")) -> None:
+        self._target = target
+        self._rate = rate
+        self._hold_after = hold_after
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._cut = False
+        self._closed = False
+        self._start(self._accept)
+
+    def __enter__(self) -> "Proxy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._end(self._listener)
+        self.cut()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def cut(self) -> None:
+        self._cut = True
+        for sock in self._sockets:
+            self._end(sock)
+
+    def restore(self) -> None:
+        self._cut = False
+
+    def _start(self, what: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=what, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if self._cut or self._closed:
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self._target))
+            self._sockets += [client, server]
+            self._start(self._forward, client, server, float("inf"), float("inf"))
+            self._start(self._forward, server, client, self._rate, self._hold_after)
+
+    def _forward(self, source: socket.socket, target: socket.socket, rate: float, hold_after: float) -> None:
+        passed = 0
+        size = 65536 if rate == float("inf") else max(1, int(rate / 20))
+        with contextlib.suppress(OSError):
+            while data := source.recv(size):
+                data = data[: max(0, int(min(hold_after - passed, len(data))))] if hold_after < 1e18 else data
+                passed += len(data)
+                target.sendall(data)
+                if rate != float("inf"):
+                    time.sleep(len(data) / rate)
+        self._end(source)
+        self._end(target)
+
+    def _end(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
