@@ -5,6 +5,7 @@ end (the caller's connection broke) aborts the leg in the engine. After the grou
 asks for the next one when, and only when, the group was written: that starts the lease.
 """
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -72,10 +73,13 @@ class Legs:
                     if undelivered is not None:
                         self._engine.answered(undelivered, delivered=True)
                         undelivered = None
+                    self._done(clock, leg, ("prefilled",), output.cached_tokens, "")
                     return
         finally:
             if undelivered is not None:
                 self._engine.answered(undelivered, delivered=False)
+            if not ended or undelivered is not None:
+                self._abandoned(clock, leg)
             self._engine.finish(opened.key, abort=not ended)
 
     async def generate(self, leg: Leg) -> AsyncGenerator[FrameGroup]:
@@ -90,14 +94,15 @@ class Legs:
             yield [self._failed(fault or Fail(kind="internal", message=""))]
             return
         if writer.finished_at_start():
-            yield [self._ended(clock, writer, leg.cached_tokens, leg.recompute)]
+            self._give_up_lease(leg)
+            yield [self._ended(clock, leg, writer, leg.cached_tokens, leg.recompute)]
             return
         opened = self._open(leg, "generate")
         if isinstance(opened, Fail):
             yield [self._failed(opened)]
             return
         answer = _Answer(leg, writer, self._engine, opened.key)
-        ended = False
+        ended = told = False
         try:
             if opening := answer.opening():
                 yield opening
@@ -109,19 +114,21 @@ class Legs:
                 # What has arrived together is written together.
                 for each in [output, *opened.take()]:
                     if isinstance(each, FailOut):
-                        ended = True
+                        ended = told = True
                         yield [*group, self._failed(Fail(kind=each.kind, message=each.message))]
                         return
                     if isinstance(each, TokensOut):
                         self._count(clock, leg, each)
                         group += answer.take(each)
                         if writer.finished():
-                            ended = answer.engine_knows()
-                            yield [*group, self._ended(clock, writer, answer.cached, answer.recomputed)]
+                            ended, told = answer.engine_knows(), True
+                            yield [*group, self._ended(clock, leg, writer, answer.cached, answer.recomputed)]
                             return
                 if group:
                     yield group
         finally:
+            if not told:
+                self._abandoned(clock, leg)
             self._engine.finish(opened.key, abort=not ended)
 
     # ---- starting
@@ -163,6 +170,14 @@ class Legs:
             # Nothing was begun: another pod can serve it.
             return Fail(kind="busy", message="The engine is not ready.")
 
+    def _give_up_lease(self, leg: Leg) -> None:
+        """Nothing is to be computed, so the lease that the handle names is not needed: the engine tells its owner."""
+        if leg.handle is None:
+            return
+        opened = self._open(leg, "generate")
+        if not isinstance(opened, Fail):
+            self._engine.finish(opened.key, abort=True)
+
     # ---- counting
 
     def _prefilled(self, clock: LegClock, leg: Leg, output: PrefilledOut) -> None:
@@ -177,15 +192,35 @@ class Legs:
         self._metrics.prompt_done(clock, len(leg.prompt_ids), output.cached_tokens, pulled=pulled)
         self._metrics.tokens(clock, len(output.ids), self._now())
 
-    def _ended(self, clock: LegClock, writer: AnswerWriter, cached: int, recomputed: str) -> End:
+    def _ended(self, clock: LegClock, leg: Leg, writer: AnswerWriter, cached: int, recomputed: str) -> End:
         end = writer.end(cached, recomputed)
         self._metrics.ended(clock, end.finish, self._now())
+        self._done(clock, leg, end.finish, cached, recomputed)
         return end
+
+    def _done(self, clock: LegClock, leg: Leg, finish: tuple[str, ...], cached: int, recomputed: str) -> None:
+        _log.info("leg done", extra=self._fields(clock, leg, finish=finish, cached=cached, recomputed=recomputed))
+
+    def _abandoned(self, clock: LegClock, leg: Leg) -> None:
+        """The connection ended before the answer did."""
+        self._metrics.abandoned()
+        _log.info("leg abandoned by its client", extra=self._fields(clock, leg))
+
+    def _fields(self, clock: LegClock, leg: Leg, **more: object) -> dict[str, dict[str, object]]:
+        return logs.fields(
+            kind=clock.kind,
+            attempt=leg.attempt,
+            prompt_tokens=len(leg.prompt_ids),
+            tokens=clock.tokens,
+            seconds=round(self._now() - clock.started, 4),
+            **more,
+        )
 
     def _failed(self, fail: Fail) -> Fail:
         self._metrics.failed(fail.kind)
-        if fail.kind == "internal":
-            _log.error("a leg failed: %s", fail.message)
+        level = logging.ERROR if fail.kind == "internal" else logging.INFO
+        # Messages are ours and fit for clients: they hold no prompt.
+        _log.log(level, "leg failed: %s", fail.message, extra=logs.fields(fail=fail.kind))
         return fail
 
 

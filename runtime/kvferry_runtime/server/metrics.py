@@ -108,6 +108,10 @@ class PodMetrics:
         if clock.first is not None and clock.last is not None and clock.tokens > 1:
             self._per_token.observe((clock.last - clock.first) / (clock.tokens - 1))
 
+    def abandoned(self) -> None:
+        """A leg's connection ended before its answer did."""
+        self._success.labels("abort").inc()
+
     def failed(self, kind: str) -> None:
         """A leg ended with ``Fail``."""
         self._failed.labels(kind).inc()

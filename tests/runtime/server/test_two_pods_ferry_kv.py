@@ -73,3 +73,22 @@ async def test_a_changed_handle_is_recomputed_with_the_right_answer(pods: tuple[
         assert b"mac" in end.data
         await freed_within(prefill, 5.0)  # nobody gave the lease up: it ends by its time
         await freed_within(decode, 1.0)
+
+
+async def test_a_stop_string_in_the_first_token_gives_the_lease_up(pods: tuple[PodProcess, PodProcess]) -> None:
+    """Decode finds that nothing is to be computed: the answer ends at once and prefill's blocks are free."""
+    leg = make_leg("stopped", prompt="stopped at once " * 2)
+    (first,) = toy_next_tokens(leg.prompt_ids, 1)
+    leg = make_leg("stopped", prompt="stopped at once " * 2, sampling={"max_tokens": 50, "stop": (chr(first),)})
+    async with pods[0].client() as prefill, pods[1].client() as decode:
+        prefilled = (await frames(prefill, "prefill", leg))[-1]
+        assert isinstance(prefilled, Prefilled)
+        assert prefilled.handle is not None
+        second = msgspec.structs.replace(
+            leg, handle=prefilled.handle, choices=(ChoiceState(emitted=(first,)),), attempt=1
+        )
+        (end,) = await frames(decode, "generate", second)
+        assert isinstance(end, End)
+        assert (end.finish, end.completion_tokens) == (("stop",), 1)
+        await freed_within(prefill, 1.0)
+        await freed_within(decode, 1.0)
