@@ -46,7 +46,7 @@ sim: install-dev ## simulate SEEDS fault schedules of router, prefill and decode
 	KVFERRY_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/simulation $(ARGS)
 
 bench: install-dev ## run every benchmark; benchmarks/README.md explains the figures
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 install: $(VENV)/.stamp-runtime ## create .venv with what serving needs
 install-dev: $(VENV)/.stamp-dev ## create .venv with what tests and checks need

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvferry_cli.errors import UserError
@@ -17,7 +18,9 @@ from kvferry_cli.local.pod import discovery, render
 from kvferry_cli.local.ports import allocate
 from kvferry_cli.local.probe import interpret
 from kvferry_cli.local.process import describe_exit
-from kvferry_cli.local.state_dir import STATE_VERSION, ServiceRecord, StateDir
+from kvferry_cli.local.service import prepare
+from kvferry_cli.local.state_dir import STATE_VERSION, PodRecord, ServiceRecord, StateDir
+from kvferry_cli.main import main
 from kvferry_operator.plan import Observed, ServicePlan, plan
 from tests.operator.manifests import make_service
 
@@ -245,6 +248,46 @@ def test_killing_a_tree_takes_the_children_and_spares_strangers() -> None:
         assert root.alive()
         assert sorted(kill_trees([root])) == sorted([root.pid, child.pid])
         assert not child.alive()
+
+
+def make_leftover(state: StateDir) -> "subprocess.Popen[bytes]":
+    """A process that an earlier run seems to have left: its pod is in ``state.json``, no launcher has the lock."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    pod = PodRecord(
+        name="decode-0",
+        role="decode",
+        state="ready",
+        process=identify(process.pid),
+        ports={},
+        restarts=0,
+        reason="",
+    )
+    state.create()
+    launcher = ProcessId(own_identity().pid, 0.0)  # a pid that somebody else has by now
+    state.write_state(msgspec.structs.replace(make_record(), pods=(pod,), launcher=launcher))
+    return process
+
+
+def test_the_next_up_ends_what_an_earlier_run_left(tmp_path: Path) -> None:
+    """A stopped or stuck pod of a killed launcher keeps neither ports nor memory."""
+    state = StateDir(tmp_path / "s")
+    with make_leftover(state) as left:
+        prepared = prepare(make_plan(), state, manifest=tmp_path / "m.yaml", model="toy", port=0)
+        assert identify(left.pid) is None
+    assert any(f"ended 1 processes that an earlier run had left: {left.pid}" in note for note in prepared.notes)
+    assert sorted(path.name for path in state.keys.iterdir()) == ["hash", "http", "kv", "state"]
+    assert sorted(path.name for path in state.router_keys.iterdir()) == ["hash", "http", "state"]
+    assert state.pods_file.exists()
+
+
+def test_down_ends_what_a_killed_launcher_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also without a launcher `down` leaves nothing of the service; strangers with a pid used again are spared."""
+    state = StateDir(tmp_path / "s")
+    with make_leftover(state) as left:
+        assert main(["down", "--state-dir", str(state.path)]) == 0
+        assert identify(left.pid) is None
+    assert "ended 1 processes" in capsys.readouterr().out
+    assert state.read_state() is None
 
 
 @pytest.mark.parametrize(("code", "text"), [(0, "exit status 0"), (3, "exit status 3"), (-9, "killed by SIGKILL")])
