@@ -18,4 +18,4 @@ class GatedMLP:
         """[T, hidden] -> [T, hidden]."""
         both = self._gate_up(x)
         gate, up = both[:, : self._intermediate], both[:, self._intermediate :]
-        return self._down(torch.nn.functional.silu(gate).mul_(up))
+        return self._down(torch.nn.functional.silu(gate, inplace=True).mul_(up))

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) in the half-split form: dimension i turns with i + head_dim / 2."""
+"""Rotary position embedding (arXiv:2104.09864) in the interleaved form: dimensions 2 i and 2 i + 1 turn together."""
 
 import math
 
@@ -39,17 +39,23 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     return torch.where(between, blended, scaled)
 
 
-def angles_at(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, signed sin) of a step's positions (int64 [T]), each [T, 1, head_dim]; shared by all layers.
-
-    The first half of a head's dimensions takes -sin of the second half, the second half +sin of the first.
-    """
+def phases_at(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """exp(i angle) of a step's positions (int64 [T]): complex64 [T, 1, head_dim / 2], shared by all layers."""
     angles = torch.outer(positions.to(torch.float32), inv_freq)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+    return torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
 
 
-def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotate [T, heads, head_dim] by the angles of ``angles_at``."""
-    half = x.shape[-1] // 2
-    return torch.addcmul(x * cos, x.roll(half, -1), signed_sin)
+def rotate(x: Tensor, phases: Tensor) -> Tensor:
+    """Rotate interleaved [T, heads, head_dim] by ``phases_at``: one complex product."""
+    pairs = torch.view_as_complex(x.to(torch.float32).unflatten(-1, (-1, 2)))  # type: ignore[no-untyped-call]  # torch's gap
+    return torch.view_as_real(pairs * phases).flatten(-2).to(x.dtype)
+
+
+def interleave(weight: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of a checkpoint's query or key projection [heads * head_dim, n] for ``rotate``.
+
+    Checkpoints are half-split: row i of a head turns with row i + head_dim / 2. Here they become rows 2 i and 2 i + 1.
+    Queries and keys are reordered alike, so that their products stay the same.
+    """
+    halves = weight.view(heads, 2, -1, weight.shape[-1])
+    return halves.transpose(1, 2).reshape(weight.shape)

@@ -164,7 +164,8 @@ def _fetch_hub(name: str, root: Path, progress: bool) -> Path:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise FetchError(
-                f"model {name!r}: the hub did not give it ({said}). Check the name and the network; a gated model needs HF_TOKEN. Running the command again resumes the download"
+                f"model {name!r}: the hub did not give it ({said}). Check the name and the network; a gated model "
+                "needs HF_TOKEN. Running the command again resumes the download"
             ) from error
     return _verified(folder)
 

@@ -13,7 +13,7 @@ from kvferry_runtime.exec.kv_memory import KVMemory
 from kvferry_runtime.layers.linear import Linear, LinearKind, PlainLinear, make_linear
 from kvferry_runtime.layers.mlp import GatedMLP
 from kvferry_runtime.layers.norm import RMSNorm
-from kvferry_runtime.layers.rope import angles_at, inverse_frequencies, rotate
+from kvferry_runtime.layers.rope import interleave, inverse_frequencies, phases_at, rotate
 from kvferry_runtime.model.config import ModelConfig
 from kvferry_runtime.model.weights import WeightSource, check_weights
 from kvferry_wire.layout import KVGroup
@@ -57,20 +57,19 @@ class LlamaLayer:
         def read(name: str) -> Tensor:
             return source.read(f"{prefix}{name}.weight", dtype)
 
-        def fused(*names: str) -> Linear:
-            return make_linear(torch.cat([read(name) for name in names]), kind)
-
         self._attention_norm = RMSNorm(read("input_layernorm"), config.norm_eps)
-        self._qkv = fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        queries = interleave(read("self_attn.q_proj"), config.heads)
+        keys = interleave(read("self_attn.k_proj"), config.kv_heads)
+        self._qkv = make_linear(torch.cat((queries, keys, read("self_attn.v_proj"))), kind)
         self._output = make_linear(read("self_attn.o_proj"), kind)
         self._mlp_norm = RMSNorm(read("post_attention_layernorm"), config.norm_eps)
-        gate_up = fused("mlp.gate_proj", "mlp.up_proj")
+        gate_up = make_linear(torch.cat((read("mlp.gate_proj"), read("mlp.up_proj"))), kind)
         self._mlp = GatedMLP(gate_up, make_linear(read("mlp.down_proj"), kind), config.intermediate_size)
 
-    def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attention: AttentionStep) -> Tensor:
+    def forward(self, x: Tensor, phases: Tensor, attention: AttentionStep) -> Tensor:
         """[T, hidden] -> [T, hidden]; ``x`` is overwritten."""
         qkv = self._qkv(self._attention_norm(x)).view(x.shape[0], -1, self._dim)
-        rotated = rotate(qkv[:, : self._heads + self._kv_heads], cos, signed_sin)
+        rotated = rotate(qkv[:, : self._heads + self._kv_heads], phases)
         attended = attention.forward(
             self._index,
             rotated[:, : self._heads],
@@ -138,10 +137,10 @@ class LlamaModel:
     def forward(self, token_ids: Tensor, positions: Tensor, kv: KVMemory, batch: AttentionBatch) -> Tensor:
         """See ``Model.forward``."""
         attention = self._attention.begin(kv, batch)
-        cos, signed_sin = angles_at(positions, self._inv_freq, self._dtype)
+        phases = phases_at(positions, self._inv_freq)
         x = self._embedding.index_select(0, token_ids)
         for layer in self._layers:
-            x = layer.forward(x, cos, signed_sin, attention)
+            x = layer.forward(x, phases, attention)
         return x
 
     @torch.inference_mode()
