@@ -63,7 +63,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: int = 8 * 2**20  # of one read request, about; one block at least
     transfer_stall_s: float = 5.0  # no byte moves on a data connection in use for this long: it is closed
     data_message_bytes: int = 4096  # of one request or reply head on the data plane
-    data_connections: int = 64  # proved ones, and as many that have yet to prove their key
+    data_connections: int = 256  # proved ones, and as many that have yet to prove their key
     pulls: int = 1024  # legs whose lease is held or whose KV is pulled, in one decode engine
     peers: int = 256  # other engines known to one decode engine
     transfers: int = 4  # pulls in flight in one decode engine

@@ -36,11 +36,11 @@ class PeerSockets:
 
     def send(self, peer: PeerKey, message: bytes) -> None:
         """Send to a peer, if there is room."""
-        known = self._sockets.get(peer) or self._open(peer)
         try:
+            known = self._sockets.get(peer) or self._open(peer)
             known.send(message, zmq.NOBLOCK)
-        except zmq.Again:
-            _log.warning("the queue to peer %s is full; a message is lost", peer.incarnation.hex())
+        except zmq.ZMQError as error:  # no room, or an address that is none
+            _log.warning("a message to peer %s is lost: %s", peer.incarnation.hex(), error.strerror)
 
     def receive(self) -> Iterator[bytes]:
         """The replies that have arrived."""
@@ -70,7 +70,11 @@ class PeerSockets:
         known = self._context.socket(zmq.DEALER)
         curve.secure_client(known, self._kv_key, self._limits)
         known.setsockopt(zmq.CONNECT_TIMEOUT, int(self._limits.connect_s * 1000))
-        known.connect(f"tcp://{peer.host}:{peer.control_port}")
+        try:
+            known.connect(f"tcp://{peer.host}:{peer.control_port}")
+        except zmq.ZMQError:
+            known.close(0)
+            raise
         self._sockets[peer] = known
         self._poller.register(known, zmq.POLLIN)
         return known

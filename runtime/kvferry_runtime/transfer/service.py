@@ -258,9 +258,14 @@ class TransferService:
 
     def check_alive(self) -> None:
         """Raise `TransferError` if one of its threads has died: pulls would then never finish. Cheap."""
-        for name, failure in (("owner", self._running_owner().failure), ("reader", self._running_reader().failure)):
-            if failure:
-                raise TransferError(f"the {name}'s control thread has died: {failure}")
+        faults = {
+            "the owner's control thread": self._running_owner().failure,
+            "the reader's control thread": self._running_reader().failure,
+            **{f"the {name} back end": backend.fault() for name, backend in self._backends.items()},
+        }
+        for name, fault in faults.items():
+            if fault:
+                raise TransferError(f"{name} has died: {fault}")
 
     def check_integrity(self) -> None:
         """`check_alive`, and raise `IntegrityError` if the leases do not add up."""

@@ -95,6 +95,9 @@ SIGNED = {
     "no shared back end": (lambda h, o: signed(h, backends={"nixl": b""}), "no_backend"),
     "nobody at the control port": (lambda h, o: signed(h, control_port=1), "peer_dead"),
     "another protocol at the control port": (lambda h, o: signed(h, control_port=o.ports.data), "peer_dead"),
+    "a host that is none": (lambda h, o: signed(h, host="no such host!"), "peer_dead"),
+    "a host too long for a name": (lambda h, o: signed(h, host="a" * 300), "peer_dead"),
+    "no host": (lambda h, o: signed(h, host=""), "peer_dead"),
     "nobody at the host": (lambda h, o: signed(h, host="127.0.0.9"), "peer_dead"),
 }
 

@@ -87,3 +87,23 @@ def test_what_needs_a_running_service_says_so() -> None:
     with pytest.raises(TransferError, match="not started"):
         idle.state()
     idle.close(1.0)
+
+
+def test_a_dead_thread_is_told_and_closes_whole() -> None:
+    """An engine that breaks the contract (the same leg held twice) stops the pull thread: `check_alive` says so."""
+    owner, reader = make_engine(), make_engine()
+    with running(owner):
+        handle = owner.grant(((1,),), (1,))
+        reader.service.check_alive()
+        for _ in range(2):
+            reader.service.hold(HoldLease(key=LegKey("twice", 0), handle=handle, deadline_s=10.0))
+
+        def is_dead() -> bool:
+            try:
+                reader.service.check_alive()
+            except TransferError as error:
+                return "reader's control thread has died: ValueError: hold: " in str(error)
+            return False
+
+        assert wait_until(is_dead)
+        reader.service.close(5.0)

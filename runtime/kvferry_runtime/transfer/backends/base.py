@@ -123,6 +123,10 @@ class TransferBackend(Protocol):
         """Connections that it closed for a fault of the peer."""
         ...
 
+    def fault(self) -> str:
+        """Why it has stopped working; empty while it works."""
+        ...
+
     def close(self, timeout: float) -> None:
         """Stop all reads and serve no more."""
         ...

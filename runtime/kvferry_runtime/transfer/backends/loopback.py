@@ -120,6 +120,10 @@ class LoopbackBackend:
         """There are none."""
         return 0
 
+    def fault(self) -> str:
+        """It has none."""
+        return ""
+
     def close(self, timeout: float) -> None:
         """Be reachable no more."""
         self._hub.engines.pop(self._address, None)

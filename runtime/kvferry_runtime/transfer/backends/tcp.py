@@ -188,6 +188,10 @@ class TcpBackend:
         """Connections closed for a fault of the peer."""
         return self._server.dropped
 
+    def fault(self) -> str:
+        """Why the data port is not served any more."""
+        return self._server.failure
+
     def close(self, timeout: float) -> None:
         """Cut every read, end the threads, stop listening."""
         deadline = time.monotonic() + timeout

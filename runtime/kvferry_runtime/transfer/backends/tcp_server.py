@@ -28,6 +28,8 @@ from kvferry_wire.limits import Limits
 
 _log = logging.getLogger(__name__)
 
+_ACCEPT_PAUSE_S = 0.02
+
 
 @dataclass(slots=True)
 class _Unproved:
@@ -67,6 +69,7 @@ class DataServer:
         self._sent = 0
         self._dropped = 0
         self._closing = False
+        self.failure = ""  # why the accepting thread has died
 
     def start(self) -> None:
         """Bind and serve. Raises `BackendError` when the address cannot be bound."""
@@ -77,7 +80,7 @@ class DataServer:
             raise BackendError(f"data port: cannot listen on {host}:{port}: {error.strerror}") from error
         self._listener.setblocking(False)
         self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._acceptor = threading.Thread(target=self._accept_loop, name="kv-data-accept", daemon=True)
+        self._acceptor = threading.Thread(target=self._run, name="kv-data-accept", daemon=True)
         self._acceptor.start()
 
     @property
@@ -113,6 +116,13 @@ class DataServer:
 
     # ---- accepting and proving -----------------------------------------------------------------------------------
 
+    def _run(self) -> None:
+        try:
+            self._accept_loop()
+        except Exception as error:  # noqa: BLE001 - kept, and raised by `TransferService.check_alive`
+            self.failure = f"{type(error).__name__}: {error}"
+            _log.exception("the data port's thread has died")
+
     def _accept_loop(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
@@ -136,7 +146,11 @@ class DataServer:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the peer left between the event and the call, or no descriptor is free
+        except OSError as error:
+            # The peer left between the event and the call, or no descriptor is free: then the listener stays ready,
+            # and asking it at once would spin.
+            _log.warning("a data connection cannot be accepted: %s", error.strerror)
+            time.sleep(_ACCEPT_PAUSE_S)
             return
         if len(self._unproved) >= self._limits.data_connections:
             # A peer with the key proves it at once, so the one that has waited longest is the least likely to.
@@ -198,7 +212,12 @@ class DataServer:
                 link.close()
                 return
             self._links[link] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more threads
+                del self._links[link]
+                link.close()
+                _log.warning("data connection dropped: no thread can be started for it")
 
     def _serve_link(self, link: Link, own_proof: bytes) -> None:
         try:
