@@ -47,7 +47,7 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
     pool = PodPool(
         limits=limits, policy=config.policy(), model=config.model_name, rng=random.Random(int.from_bytes(os.urandom(8)))
     )
-    text = TextService(limits, config.model_name)
+    text = TextService(limits, config.model_name, keys.hash)
     background = Background()
     listener = listen(config.host, config.port)
     try:

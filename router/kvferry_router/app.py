@@ -1,7 +1,6 @@
 """The router's HTTP side: OpenAI's routes, health, metrics and the explain API, over pool, text service and proxy."""
 
 import asyncio
-import secrets
 import time
 
 import msgspec
@@ -10,6 +9,7 @@ from pydantic import BaseModel
 
 from kvferry_router import failures
 from kvferry_router.admission import Admission
+from kvferry_router.entropy import Entropy
 from kvferry_router.output import AnswerFailedError, as_api_error
 from kvferry_router.proxy import Proxy, RequestRun
 from kvferry_router.select.candidates import Ask
@@ -19,7 +19,6 @@ from kvferry_service import auth, logs
 from kvferry_service.errors import HttpError
 from kvferry_service.health import add_health_routes
 from kvferry_service.http_app import IDENTITY, REQUEST_ID, build_app, read_body
-from kvferry_service.ids import new_id
 from kvferry_service.metrics import add_metrics_route
 from kvferry_text.bundle import TextTools
 from kvferry_text.errors import ApiError
@@ -51,12 +50,12 @@ class RouterApp:
     ) -> None:
         self._proxy = proxy
         self._text = text
-        self._hash_key = keys.hash
         self._salt = salter(keys.hash)
         self._model = model
         self._deadline_s = deadline_s
         self._limits = proxy.limits
         self._admission = Admission(proxy.limits)
+        self._entropy = Entropy()
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._created = int(time.time())
         self._stopping = ""
@@ -120,7 +119,7 @@ class RouterApp:
     async def _generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         """Read, admit, prepare, choose, and work on it until its client has the answer."""
         accepted_at = asyncio.get_running_loop().time()
-        internal_id = new_id("leg")
+        internal_id = self._entropy.new_id("leg")
         logs.bind_request(request[REQUEST_ID], internal_id)
         body = await read_body(request, self._limits)
         begun = False
@@ -141,11 +140,10 @@ class RouterApp:
         self, request: web.Request, kind: Kind, body: bytes, internal_id: str, *, accepted_at: float
     ) -> web.StreamResponse:
         tools = await self._wait_for_tools()
-        prepared = await self._text.prepare(kind, body, tools)
-        extras = KeyExtras(tenant_salt=self._salt(request[IDENTITY]))
-        leg = self._first_leg(prepared, internal_id, request[REQUEST_ID], extras)
         pool = self._proxy.pool
-        hashes = await self._text.hashes(self._hash_key, leg.prompt_ids, pool.block_sizes(), extras)
+        extras = KeyExtras(tenant_salt=self._salt(request[IDENTITY]))
+        prepared, hashes = await self._text.prepare(kind, body, tools, pool.block_sizes(), extras)
+        leg = self._first_leg(prepared, internal_id, request[REQUEST_ID], extras)
         ask = Ask(
             internal_id=internal_id,
             prompt_tokens=len(leg.prompt_ids),
@@ -163,9 +161,9 @@ class RouterApp:
             prepared,
             internal_id=internal_id,
             request_id=request_id,
-            response_id=new_id("chatcmpl" if prepared.kind == "chat" else "cmpl"),
+            response_id=self._entropy.new_id("chatcmpl" if prepared.kind == "chat" else "cmpl"),
             created=int(time.time()),
-            seed=secrets.randbits(63),
+            seed=self._entropy.seed(),
             deadline_ms=int(1000 * self._deadline_s),
             extras=extras,
         )

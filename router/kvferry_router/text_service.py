@@ -26,8 +26,9 @@ Fetch = Callable[[], Awaitable[TextBundle]]
 class TextService:
     """Tools by bundle digest, and the threads that use them."""
 
-    def __init__(self, limits: Limits, served_name: str) -> None:
+    def __init__(self, limits: Limits, served_name: str, hash_key: bytes) -> None:
         self._limits = limits
+        self._hash_key = hash_key
         self._names = (served_name,)
         self._tools: dict[str, TextTools] = {}
         self._faults: dict[str, str] = {}
@@ -76,17 +77,20 @@ class TextService:
         finally:
             self._loading.discard(digest)
 
-    async def prepare(self, kind: Kind, body: bytes, tools: TextTools) -> PreparedRequest:
-        """Validate, render and tokenize. Raises ``ApiError``."""
-        return await self._run(
-            lambda: prepare(kind, body, tools.bundle, tools.tokenizer, tools.template, self._limits, self._names)
-        )
+    async def prepare(
+        self, kind: Kind, body: bytes, tools: TextTools, block_sizes: Collection[int], extras: KeyExtras
+    ) -> tuple[PreparedRequest, dict[int, list[bytes]]]:
+        """Validate, render, tokenize and hash: the request, and its chained block hashes for each block size.
 
-    async def hashes(
-        self, key: bytes, prompt_ids: tuple[int, ...], sizes: Collection[int], extras: KeyExtras
-    ) -> dict[int, list[bytes]]:
-        """The prompt's chained block hashes, for each block size that a pod has."""
-        return await self._run(lambda: {size: chain_hashes(key, prompt_ids, size, extras) for size in sizes})
+        Raises:
+            ApiError: what the client is answered with instead.
+        """
+
+        def work() -> tuple[PreparedRequest, dict[int, list[bytes]]]:
+            made = prepare(kind, body, tools.bundle, tools.tokenizer, tools.template, self._limits, self._names)
+            return made, {size: chain_hashes(self._hash_key, made.prompt_ids, size, extras) for size in block_sizes}
+
+        return await self._run(work)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
