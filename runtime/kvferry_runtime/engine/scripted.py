@@ -40,6 +40,7 @@ class ScriptedTransfer:
         self.answers: list[tuple[int, bool]] = []
         self.reason = ""  # what ``check`` returns
         self.broken = False  # whether ``check_integrity`` raises
+        self.dead = False  # whether ``check_alive`` raises
 
     def calls_of(self, kind: type[Message]) -> list[Message]:
         return [call for call in self.calls if isinstance(call, kind)]
@@ -86,6 +87,10 @@ class ScriptedTransfer:
             dropped_connections=0,
             backends={"scripted": "ok"},
         )
+
+    def check_alive(self) -> None:
+        if self.dead:
+            raise RuntimeError("scripted: a thread is dead")
 
     def check_integrity(self) -> None:
         if self.broken:

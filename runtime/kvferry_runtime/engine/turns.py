@@ -62,6 +62,7 @@ class Transfer(Protocol):
     def pull(self, effect: StartPull) -> None: ...
     def drop(self, effect: DropLease) -> None: ...
     def state(self) -> TransferState: ...
+    def check_alive(self) -> None: ...
     def check_integrity(self) -> None: ...
 
 
@@ -217,6 +218,8 @@ class EngineLoop:
         now = self._clock()
         if now - self._heartbeat_at >= HEARTBEAT_S:
             self._heartbeat_at = now
+            if self._transfer is not None:
+                self._transfer.check_alive()
             self._link.send(Heartbeat(ticks=self._ticks, load=self._core.load(), stats=self._stats()))
 
     def _check_when_idle(self) -> None:

@@ -165,6 +165,15 @@ def test_integrity_is_checked_when_work_ends() -> None:
         rig.run(make_submit())
 
 
+def test_a_dead_transfer_thread_ends_the_engine() -> None:
+    """A leg that waits for a pull never waits for a thread that is gone: the loop ends within a heartbeat."""
+    rig = Rig()
+    assert rig.transfer is not None
+    rig.transfer.dead = True
+    with pytest.raises(RuntimeError, match="thread is dead"):
+        rig.run()
+
+
 def test_messages_hold_no_key_in_their_repr() -> None:
     """A config that is logged by mistake shows no key."""
     from kvferry_runtime.engine.messages import EngineConfig, decode_config, encode
