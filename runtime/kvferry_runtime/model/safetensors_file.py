@@ -68,7 +68,7 @@ def _tensors(path: Path, raw: bytes, start: int, size: int) -> dict[str, StoredT
     if not isinstance(header, dict):
         raise ModelError(f"{path}: the header is no JSON object")
     header.pop("__metadata__", None)
-    tensors = {name: _tensor(path, name, entry, start) for name, entry in header.items()}
+    tensors = {name: _tensor(path, name, entry, start, size) for name, entry in header.items()}
     at = start
     for tensor in sorted(tensors.values(), key=lambda item: (item.offset, item.nbytes)):
         if tensor.offset != at:
@@ -82,7 +82,7 @@ def _tensors(path: Path, raw: bytes, start: int, size: int) -> dict[str, StoredT
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+def _tensor(path: Path, name: str, entry: Any, start: int, size: int) -> StoredTensor:
     def refuse(what: str) -> ModelError:
         return ModelError(f"{path}: tensor {name}: {what}")
 
@@ -98,6 +98,10 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
     if nbytes != offsets[1] - offsets[0]:
         raise refuse(f"shape {shape} of {dtype} takes {nbytes} bytes, data_offsets say {offsets[1] - offsets[0]}")
+    if start + offsets[1] > size:
+        raise refuse(
+            f"ends at byte {start + offsets[1]}, but the file has only {size}: truncated, or its header is wrong"
+        )
     return StoredTensor(name=name, dtype=dtype, shape=tuple(shape), file=path, offset=start + offsets[0], nbytes=nbytes)
 
 

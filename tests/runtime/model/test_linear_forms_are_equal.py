@@ -1,0 +1,62 @@
+"""Whatever form a weight is kept in, the product is the same, and the choice has a reason."""
+
+import pytest
+import torch
+
+from kvferry_runtime.layers import linear
+from kvferry_runtime.layers.linear import LinearKind, choose_linear, make_linear, packed_reason
+from kvferry_runtime.layers.norm import RMSNorm
+
+
+@pytest.mark.parametrize("kind", ["plain", "transposed", "packed"])
+@pytest.mark.parametrize("shape", [(1, 576, 960), (7, 33, 251), (32, 64, 3), (3, 1, 5)], ids=str)
+def test_each_form_multiplies(kind: LinearKind, shape: tuple[int, int, int]) -> None:
+    """Odd shapes, also with rows that are a slice of wider ones."""
+    rows, inner, outer = shape
+    source = torch.Generator().manual_seed(0)
+    weight, wide = torch.randn((outer, inner), generator=source), torch.randn((rows, 2 * inner), generator=source)
+    layer = make_linear(weight.clone(), kind)
+    for x in (wide[:, :inner].contiguous(), wide[:, :inner]):
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x), x @ weight.t(), atol=1e-4, rtol=1e-4)
+    assert layer.nbytes == weight.nbytes
+
+
+def test_the_choice_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By CPU and dtype; where a form cannot be used, the reason says so."""
+    choose_linear.cache_clear()
+    monkeypatch.setattr(linear, "_intel", lambda: True)
+    assert choose_linear("cpu", torch.float32)[0] == "transposed"
+    assert choose_linear("cpu", torch.bfloat16)[0] == "packed"
+    choose_linear.cache_clear()
+    monkeypatch.setattr(linear, "_intel", lambda: False)
+    assert choose_linear("cpu", torch.float32)[0] == "packed"
+    choose_linear.cache_clear()
+    monkeypatch.setattr(linear, "packed_reason", lambda *_: "no such operators")
+    assert choose_linear("cpu", torch.float32) == ("plain", "no such operators")
+    choose_linear.cache_clear()
+
+
+def test_a_missing_operator_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Private operators of torch may go; then the plain form is used and the start-up line tells why."""
+
+    def gone(*_: object) -> None:
+        raise AttributeError("_reorder_linear_weight")
+
+    packed_reason.cache_clear()
+    monkeypatch.setattr(linear, "PackedLinear", gone)
+    assert "lacks the operators" in packed_reason("cpu", torch.float32)
+    packed_reason.cache_clear()
+    assert "not float16" in packed_reason("cpu", torch.float16).replace("torch.", "")
+    assert "not cuda" in packed_reason("cuda", torch.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_the_norm_equals_torchs(rows: int) -> None:
+    """In both dtypes."""
+    source = torch.Generator().manual_seed(0)
+    x, weight = torch.randn((rows, 33), generator=source), torch.rand(33, generator=source)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        expected = torch.nn.functional.rms_norm(x, (33,), weight, 1e-5)
+        got = RMSNorm(weight.to(dtype), 1e-5)(x.to(dtype))
+        torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
