@@ -7,10 +7,10 @@ The noise of a token is a pure function of (seed of the choice, position, token 
 not depend on the batch it is in, on the number of picks before it, or on how its prompt was cut into steps.
 
 Filters keep a prefix of the ids ordered by falling score, equal scores by rising id. That order is taken from the
-best ``_PREFIX`` ids where they suffice, and from a full sort where they do not.
+best few ids where they suffice (``_PREFIXES``), and from a full sort where they do not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from kvferry_runtime.core.plan import Pick
 from kvferry_runtime.exec.noise import gumbel, stream_key
 from kvferry_wire.leg import Sampling
 
-_PREFIX = 1024
+_PREFIXES = (256, 8192)
 _NOISE_ROWS = 4  # rows whose noise is computed together: keeps the temporaries of a large vocabulary in cache
 
 
@@ -73,10 +73,10 @@ def _draw(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
         ids[some] = (scores[some] + gumbel(keys[some], vocabulary)).argmax(dim=-1)
     if filtered:
         some = torch.tensor(filtered)
-        kept = _filter(scores[some], _Filters.of([picks[index].sampling for index in filtered]))
-        noisy = kept.values + gumbel(keys[some], kept.ids)
-        noisy[torch.arange(noisy.shape[1]) >= kept.lengths.unsqueeze(1)] = -torch.inf
-        ids[some] = kept.ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
+        for rows, kept in _filter(scores[some], _Filters.of([picks[index].sampling for index in filtered])):
+            noisy = kept.values + gumbel(keys[some[rows]], kept.ids)
+            noisy[torch.arange(noisy.shape[1]) >= kept.lengths.unsqueeze(1)] = -torch.inf
+            ids[some[rows]] = kept.ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
     return ids
 
 
@@ -111,36 +111,30 @@ class _Kept(NamedTuple):
     lengths: Tensor  # int64 [F]
 
 
-def _filter(scores: Tensor, filters: _Filters) -> _Kept:
-    """Apply min-p, top-k and top-p to scaled scores, float32 [F, vocab]."""
-    width = max(_PREFIX, int(filters.top_k.max()) + 1)
-    if width >= scores.shape[1]:
-        return _filter_sorted(scores, filters)
-    values, ids = scores.topk(width, dim=-1)
-    lengths, complete = _lengths(values, scores, filters)
-    # Equal scores on both sides of the cut: topk does not say which of them it puts first.
-    at = lengths.clamp(max=width - 1).unsqueeze(1)
-    complete &= (values.gather(1, at - 1) != values.gather(1, at)).squeeze(1)
-    if not bool(complete.all()):
-        redo = (~complete).nonzero().squeeze(1)
-        sorted_rows = _filter_sorted(scores[redo], filters.rows(redo))
-        widest = int(sorted_rows.lengths.max())
-        if widest > width:
-            values = torch.nn.functional.pad(values, (0, widest - width))
-            ids = torch.nn.functional.pad(ids, (0, widest - width))
-        take = min(values.shape[1], sorted_rows.values.shape[1])
-        values[redo, :take] = sorted_rows.values[:, :take]
-        ids[redo, :take] = sorted_rows.ids[:, :take]
-        lengths[redo] = sorted_rows.lengths
-    used = int(lengths.max())
-    return _Kept(ids[:, :used], values[:, :used], lengths)
+def _filter(scores: Tensor, filters: _Filters) -> Iterator[tuple[Tensor, _Kept]]:
+    """Apply min-p, top-k and top-p to scaled scores, float32 [F, vocab].
 
-
-def _filter_sorted(scores: Tensor, filters: _Filters) -> _Kept:
-    values, ids = scores.sort(dim=-1, descending=True, stable=True)
-    lengths, _ = _lengths(values, scores, filters)
-    used = int(lengths.max())
-    return _Kept(ids[:, :used], values[:, :used], lengths)
+    Yields each row once: the rows (int64 [G]) that were settled together, and what was kept of them.
+    """
+    vocab = scores.shape[1]
+    pending = torch.arange(scores.shape[0])
+    for width in (*(prefix for prefix in _PREFIXES if prefix < vocab), vocab):
+        rows, own = scores[pending], filters.rows(pending)
+        if width < vocab:
+            values, ids = rows.topk(width, dim=-1)
+        else:
+            values, ids = rows.sort(dim=-1, descending=True, stable=True)
+        lengths, complete = _lengths(values, rows, own)
+        if width < vocab:
+            # Equal scores on both sides of the cut: topk does not say which of them it puts first.
+            cut = lengths.clamp(max=width - 1).unsqueeze(1)
+            complete &= (values.gather(1, cut - 1) != values.gather(1, cut)).squeeze(1)
+        if bool(complete.any()):
+            used = int(lengths[complete].max())
+            yield pending[complete], _Kept(ids[complete, :used], values[complete, :used], lengths[complete])
+            pending = pending[~complete]
+        if not pending.numel():
+            return
 
 
 def _lengths(values: Tensor, scores: Tensor, filters: _Filters) -> tuple[Tensor, Tensor]:

@@ -124,16 +124,22 @@ def test_equal_scores_are_kept_by_rising_id() -> None:
         assert drawn == {0, 1, 2, 3}
 
 
-def test_filters_beyond_the_fast_prefix_fall_back_to_a_full_sort() -> None:
-    """A flat distribution over 5000 ids: top_p 0.9 keeps about 4500 of them, min_p all near the best."""
-    logits = make_logits(3, 5000, scale=0.01)
-    picks = [make_pick(top_p=0.9), make_pick(min_p=0.97), make_pick(top_k=3000)]
+def test_filters_beyond_the_fast_prefixes_fall_back_to_a_full_sort() -> None:
+    """Flat distributions of which filters keep 4500, 9000 and more ids, beside one that keeps three."""
+    logits = make_logits(5, 10_000, scale=0.01)
+    picks = [make_pick(top_p=p) for p in (0.45, 0.9)] + [
+        make_pick(min_p=0.97),
+        make_pick(top_k=9500),
+        make_pick(top_k=3),
+    ]
     expected = [pick_one(row, pick) for row, pick in zip(logits.tolist(), picks, strict=True)]
-    got = sample(logits.clone(), range(3), picks)
-    assert got == [token for token, _ in expected]
-    kept = sampler._filter(logits.clone(), sampler._Filters.of([pick.sampling for pick in picks]))
-    assert 4400 < kept.lengths[0] < 4600
-    assert kept.lengths[2] == 3000
+    assert sample(logits.clone(), range(5), picks) == [token for token, _ in expected]
+    lengths = {}
+    for rows, kept in sampler._filter(logits.clone(), sampler._Filters.of([pick.sampling for pick in picks])):
+        lengths.update(zip(rows.tolist(), kept.lengths.tolist(), strict=True))
+    assert 4400 < lengths[0] < 4600
+    assert 8950 < lengths[1] < 9050
+    assert (lengths[3], lengths[4]) == (9500, 3)
 
 
 def test_picks_of_one_row_share_its_logits() -> None:
