@@ -47,6 +47,14 @@ from kvferry_router.flow_messages import (
     Start,
     Tick,
 )
+from kvferry_router.leg_faults import (
+    CLOSED_AS,
+    DECODE_FAILURES,
+    FAILED_AS,
+    NO_FAULT_OF_THE_POD,
+    Fault,
+    recompute_reason,
+)
 from kvferry_wire.frames import Alive, End, Fail, Frame, Handoff, Prefilled, Tokens
 from kvferry_wire.leg import ChoiceState, Leg
 from kvferry_wire.limits import Limits
@@ -68,47 +76,6 @@ class IllegalEventError(RuntimeError):
 
     def __init__(self, state: State, event: object) -> None:
         super().__init__(f"{type(event).__name__} in state {state.value}")
-
-
-# Why decode computed the prompt although a prefill pod was asked. Bounded: these are metric labels.
-RECOMPUTE_REASONS = (
-    "prefill_busy",
-    "prefill_draining",
-    "prefill_dead",
-    "prefill_stalled",
-    "prefill_deadline",
-    "prefill_protocol",
-    "prefill_failed",
-)
-
-_CLOSED_AS = {
-    "ended": "dead",  # before its last frame
-    "cut": "dead",
-    "refused": "dead",
-    "garbage": "protocol",
-    "busy": "busy",
-    "draining": "draining",
-    "failed": "failed",
-}
-_FAILED_AS = {
-    "busy": "busy",
-    "draining": "draining",
-    "deadline": "deadline",
-    "cancelled": "failed",
-    "internal": "failed",
-}
-# What the client is told when decode failed like this and no other pod is left.
-_DECODE_FAILURES = {
-    "busy": failures.BUSY,
-    "draining": failures.NO_CAPACITY,
-    "dead": failures.ENGINE_LOST,
-    "stalled": failures.ENGINE_LOST,
-    "protocol": failures.ENGINE_PROTOCOL,
-    "failed": failures.ENGINE_FAILED,
-    "deadline": failures.DEADLINE,
-}
-# A healthy pod may say these.
-_NO_FAULT_OF_THE_POD = frozenset({"busy", "draining", "deadline"})
 
 
 class RequestFlow:
@@ -296,7 +263,7 @@ class RequestFlow:
             case Fail(kind="invalid"):
                 self._fail(failures.invalid(frame.message, frame.param), now, out)
             case Fail():
-                self._leg_failed(_FAILED_AS[frame.kind], now, out)
+                self._leg_failed(FAILED_AS[frame.kind], now, out)
             case _:
                 self._leg_failed("protocol", now, out)
 
@@ -328,7 +295,7 @@ class RequestFlow:
             case Fail(kind="invalid"):
                 self._fail(failures.invalid(frame.message, frame.param), now, out)
             case Fail():
-                self._leg_failed(_FAILED_AS[frame.kind], now, out)
+                self._leg_failed(FAILED_AS[frame.kind], now, out)
             case Prefilled() | Handoff():
                 self._leg_failed("protocol", now, out)
 
@@ -379,15 +346,15 @@ class RequestFlow:
         elif self.state is State.ENDING and event.cause != "garbage":
             self._finish(now, out)  # `End` came whole; how the stream closed behind it says nothing more
         else:
-            self._leg_failed(_CLOSED_AS[event.cause], now, out)
+            self._leg_failed(CLOSED_AS[event.cause], now, out)
 
-    def _leg_failed(self, how: str, now: float, out: list[Effect]) -> None:
+    def _leg_failed(self, how: Fault, now: float, out: list[Effect]) -> None:
         """The open leg is given up: another pod, another way, or the end."""
         assert self._open is not None
         kind, pod = self._open
         self._abort_open(out)
         self._failed[kind].add(pod)
-        if how not in _NO_FAULT_OF_THE_POD:
+        if how not in NO_FAULT_OF_THE_POD:
             out.append(PodFailed(pod, kind, how))
         self._release(kind, out)
         if kind == "prefill":
@@ -395,8 +362,8 @@ class RequestFlow:
         else:
             self._after_decode_failed(how, now, out)
 
-    def _after_prefill_failed(self, how: str, now: float, out: list[Effect]) -> None:
-        self._recompute = f"prefill_{how}"
+    def _after_prefill_failed(self, how: Fault, now: float, out: list[Effect]) -> None:
+        self._recompute = recompute_reason(how)
         if now >= self._deadline_at:
             self._fail(failures.DEADLINE, now, out)
         elif self._prefill_retried:
@@ -407,8 +374,8 @@ class RequestFlow:
             # The decode pod is never its own prefill pod.
             out.append(NeedPod("prefill", frozenset(self._failed["prefill"] | {self._decode_choice})))
 
-    def _after_decode_failed(self, how: str, now: float, out: list[Effect]) -> None:
-        error = _DECODE_FAILURES[how]
+    def _after_decode_failed(self, how: Fault, now: float, out: list[Effect]) -> None:
+        error = DECODE_FAILURES[how]
         again = how != "deadline" and not self._sent and self._decode_legs < self._limits.decode_attempts
         if not again:
             self._fail(error, now, out)

@@ -36,6 +36,7 @@ class RouterMetrics:
         )
         self.inflight: Gauge = metrics.gauge(registry, "router_requests_in_flight", "Requests under way.")
         self.queued: Gauge = metrics.gauge(registry, "router_requests_queued", "Requests waiting for admission.")
+        self.bookings: Gauge = metrics.gauge(registry, "router_bookings", "Legs booked at pods, opened or about to be.")
         self.recomputes = metrics.counter(
             registry, "router_recomputes", "Prompts that decode computed though prefill was planned.", ("reason",)
         )

@@ -65,16 +65,16 @@ def test_table_names_each_state_and_event_once() -> None:
 def test_event_is_handled_or_refused_without_effect(state: State, event: Event) -> None:
     """An illegal pair raises and leaves the flow as it was; a legal one keeps bookings and state in step."""
     flow = bring_to(state)
-    before = copy.deepcopy(flow.__dict__)
+    before = copy.deepcopy(vars(flow))
     if TRANSITIONS[state, type(event)] is None:
         with pytest.raises(IllegalEventError, match=state.value):
             flow.handle(event, 2.0)
-        assert flow.__dict__ == before
+        assert vars(flow) == before
         return
     if state is State.CHOOSING_DECODE and isinstance(event, PodChosen):
         with pytest.raises(IllegalEventError):
             flow.handle(event, 2.0)
-        assert flow.__dict__ == before
+        assert vars(flow) == before
         return
     effects = flow.handle(event, 2.0)
     records = [effect for effect in effects if isinstance(effect, Record)]

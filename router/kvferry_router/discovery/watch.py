@@ -51,6 +51,7 @@ class PodWatch:
         self._context = zmq.asyncio.Context()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._nudges: dict[str, asyncio.Event] = {}
+        metrics.bookings.set_function(lambda: len(pool.bookings))
 
     async def run(self) -> None:
         """Follow the file until cancelled; then all tasks and sockets are closed."""

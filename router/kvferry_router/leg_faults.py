@@ -1,0 +1,45 @@
+"""How a leg can end without an answer, in few words: what they mean for the pod, the retry and the client."""
+
+from typing import Literal
+
+from kvferry_router import failures
+from kvferry_router.flow_messages import CloseCause, Failure
+from kvferry_wire.frames import FailKind
+
+Fault = Literal["busy", "draining", "dead", "stalled", "deadline", "protocol", "failed"]
+
+# By how the stream ended. `invalid` is the client's fault and no fault of a leg.
+CLOSED_AS: dict[CloseCause, Fault] = {
+    "ended": "dead",  # before its last frame
+    "cut": "dead",
+    "refused": "dead",
+    "garbage": "protocol",
+    "busy": "busy",
+    "draining": "draining",
+    "failed": "failed",
+}
+# By what the pod said.
+FAILED_AS: dict[FailKind, Fault] = {
+    "busy": "busy",
+    "draining": "draining",
+    "deadline": "deadline",
+    "cancelled": "failed",  # not by us
+    "internal": "failed",
+}
+# What the client is told when decode failed like this and no other pod is left.
+DECODE_FAILURES: dict[Fault, Failure] = {
+    "busy": failures.BUSY,
+    "draining": failures.NO_CAPACITY,
+    "dead": failures.ENGINE_LOST,
+    "stalled": failures.ENGINE_LOST,
+    "protocol": failures.ENGINE_PROTOCOL,
+    "failed": failures.ENGINE_FAILED,
+    "deadline": failures.DEADLINE,
+}
+# A healthy pod may have these.
+NO_FAULT_OF_THE_POD: frozenset[Fault] = frozenset({"busy", "draining", "deadline"})
+
+
+def recompute_reason(fault: Fault) -> str:
+    """Why decode computes a prompt that prefill was asked for: a label of metrics and of the leg."""
+    return f"prefill_{fault}"
