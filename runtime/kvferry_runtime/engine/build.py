@@ -14,7 +14,7 @@ from kvferry_runtime.engine.sizing import available_memory, size_kv
 from kvferry_runtime.exec.budget import default_token_budget
 from kvferry_runtime.exec.kv_memory import TORCH_DTYPES, KVMemory
 from kvferry_runtime.exec.runner import ModelRunner
-from kvferry_runtime.model.loader import load_model
+from kvferry_runtime.model.loader import LoadedModel, load_model
 from kvferry_wire import PROTOCOL_VERSION
 from kvferry_wire.hashing import CompatFields
 
@@ -98,8 +98,15 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         data_port=0,
         state_port=0,
         transfer_backends={},
-        attention_backends=attention_reasons(loaded.config, torch.device("cpu"), TORCH_DTYPES[loaded.dtype]),
+        attention_backends=_attention_backends(loaded),
         reasons=(*loaded.reasons, *size.reasons, f"{budget} tokens a step: {budget_why}"),
         load_s=time.monotonic() - started,
     )
     return BuiltEngine(core=core, runner=ModelRunner(loaded.model, memory), memory=memory, ready=ready)
+
+
+def _attention_backends(loaded: LoadedModel) -> dict[str, str]:
+    """Each back end with "ok" or why not; empty for a model that uses none (the toy)."""
+    if not loaded.attention:
+        return {}
+    return attention_reasons(loaded.config, torch.device("cpu"), TORCH_DTYPES[loaded.dtype])
