@@ -252,13 +252,18 @@ async def _load(port: int, request: bytes, concurrency: int, seconds: float) -> 
     return sorted(x for c in clients for x in c.whole), sorted(x for c in clients for x in c.first), spent
 
 
-def _measure(port: int, body: dict[str, object], concurrency: int, seconds: float, router: psutil.Process) -> Result:
+def _request(body: dict[str, object], bearer: str) -> bytes:
+    """The same bytes for both sides: a pod asks for the service's key, the router of this run for none."""
     raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {bearer}\r\nContent-Length: {len(raw)}"
+    return head.encode() + b"\r\n\r\n" + raw
+
+
+def _measure(port: int, request: bytes, concurrency: int, seconds: float, router: psutil.Process) -> Result:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_load(port, head.encode() + raw, concurrency, min(0.5, seconds)))  # warm
+        runner.run(_load(port, request, concurrency, min(0.5, seconds)))  # warm
         before = sum(router.cpu_times()[:2])
-        whole, first, spent = runner.run(_load(port, head.encode() + raw, concurrency, seconds))
+        whole, first, spent = runner.run(_load(port, request, concurrency, seconds))
         cpu = sum(router.cpu_times()[:2]) - before
     return Result(len(whole), spent, whole, first, cpu)
 
@@ -336,7 +341,7 @@ def main() -> None:
                 f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()}"
             )
             print(f"pod: {args.pod}; prompt {len(PROMPT)} tokens; streamed answers in {CHUNKS} writes")
-            _table(args, pod_port, router_port, router)
+            _table(args, load_keys(folder / "keys", need_kv=False).bearer(), pod_port, router_port, router)
             print(f"router's memory: {router.memory_info().rss / 2**20:.0f} MiB")
         finally:
             for process in processes:
@@ -345,14 +350,15 @@ def main() -> None:
                 process.wait(20)
 
 
-def _table(args: argparse.Namespace, pod_port: int, router_port: int, router: psutil.Process) -> None:
+def _table(args: argparse.Namespace, bearer: str, pod_port: int, router_port: int, router: psutil.Process) -> None:
     print(f"{'case':<22}{'side':<8}{'req/s':>8}{'p50 ms':>9}{'p99 ms':>9}{'added p50':>11}{'router CPU us/req':>19}")
     for stream in (False, True):
         for concurrency in map(int, args.concurrency.split(",")):
             tokens = CHUNKS if stream else TOKENS
             body = {"model": MODEL, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": stream}
+            request = _request(body, bearer)
             sides = {
-                side: _measure(port, body, concurrency, args.seconds, router)
+                side: _measure(port, request, concurrency, args.seconds, router)
                 for side, port in (("pod", pod_port), ("router", router_port))
             }
             base = statistics.median(sides["pod"].first if stream else sides["pod"].whole)
