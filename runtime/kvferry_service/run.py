@@ -50,8 +50,12 @@ def run(main: Callable[[StopSignal], Awaitable[int]]) -> int:
         stop = StopSignal()
         loop = asyncio.get_running_loop()
 
+        signals: list[signal.Signals] = []
+
         def on_signal(number: signal.Signals) -> None:
-            if stop.is_set():
+            # Counted apart from `stop`: a parent that goes closes its pipe and then sends the first signal.
+            signals.append(number)
+            if len(signals) > 1:
                 _log.warning("second signal, ending at once", extra=logs.fields(signal=number.name))
                 os._exit(128 + number)
             stop.set(number.name)
