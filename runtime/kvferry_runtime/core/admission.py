@@ -1,14 +1,29 @@
-"""Whether a leg is taken: the checks that need no knowledge of queues."""
+"""Whether a leg is taken: pure checks of it against the configuration and a few counts."""
+
+from typing import NamedTuple
 
 from kvferry_runtime.core.config import CoreConfig
 from kvferry_runtime.core.messages import Submit
+from kvferry_wire.frames import FailKind
 
 
-def fault_of(submit: Submit, config: CoreConfig) -> str | None:
+class Refusal(NamedTuple):
+    """Why a leg is not taken; the message is fit for the client."""
+
+    kind: FailKind
+    message: str
+
+
+def fault_of(submit: Submit, config: CoreConfig) -> Refusal | None:
     """Why a leg can never be served by an engine of this configuration, or ``None``.
 
-    The message names what was given and what is accepted; it is fit for the client.
+    The message names what was given and what is accepted.
     """
+    message = _fault(submit, config)
+    return None if message is None else Refusal("invalid", message)
+
+
+def _fault(submit: Submit, config: CoreConfig) -> str | None:
     prompt = submit.prompt_ids
     if not prompt:
         return "the prompt has no token; at least one is needed"
@@ -36,6 +51,24 @@ def fault_of(submit: Submit, config: CoreConfig) -> str | None:
             if not 0 <= worst < config.vocab_size:
                 return f"the {name} hold token id {worst}; ids from 0 to {config.vocab_size - 1} are accepted"
     return None
+
+
+def queue_full(queued: int, config: CoreConfig) -> Refusal | None:
+    """Whether one more leg may wait beside `queued` ones."""
+    most = config.limits.queue
+    return Refusal("busy", f"{queued} requests wait; at most {most} may") if queued >= most else None
+
+
+def no_room_for_lease(submit: Submit, held: int, config: CoreConfig) -> Refusal | None:
+    """Whether the prompt's blocks fit into the leases' share, of which `held` are held or promised.
+
+    Refused before anything is computed: what could not be leased would be computed in vain. A prompt that needs more
+    than the whole share is busy for ever here; a decode engine takes it alone.
+    """
+    need = config.blocks_for(len(submit.prompt_ids))
+    if submit.kind != "prefill" or need + held <= config.lease_blocks:
+        return None
+    return Refusal("busy", f"the prompt needs {need} blocks under a lease; {held} of {config.lease_blocks} are held")
 
 
 def handle_fault(submit: Submit, config: CoreConfig) -> str:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kvferry_runtime.core.admission import fault_of, handle_fault
+from kvferry_runtime.core.admission import Refusal, fault_of, handle_fault, no_room_for_lease, queue_full
 from kvferry_runtime.core.config import CoreConfig
 from kvferry_runtime.core.integrity import IntegrityError
 from kvferry_runtime.core.kv_manager import KVManager
@@ -214,7 +214,7 @@ class EngineCore:
     def _submit(self, submit: Submit, now: float) -> list[EngineEffect]:
         refusal = self._refusal(submit, now)
         if refusal is not None:
-            return [refusal]
+            return [FailOut(key=submit.key, kind=refusal.kind, message=refusal.message)]
         leg = LiveLeg(
             submit=submit,
             arrival=next(self._arrivals),
@@ -248,35 +248,22 @@ class EngineCore:
         self._scheduler.start(leg, open_choices[0] if alone else None, remote=submit.handle is not None and not fault)
         return effects
 
-    def _refusal(self, submit: Submit, now: float) -> FailOut | None:
+    def _refusal(self, submit: Submit, now: float) -> Refusal | None:
         """Why the leg is not taken."""
-        limits = self.config.limits
-
-        def fail(kind: FailKind, message: str) -> FailOut:
-            return FailOut(key=submit.key, kind=kind, message=message)
-
         if self._tombstones.holds(submit.key, now):
-            return fail("cancelled", "the request was cancelled before it arrived")
+            return Refusal("cancelled", "the request was cancelled before it arrived")
         if submit.key in self._legs or submit.key in self._kv.pulls:
-            return fail("invalid", "a request with this internal id and attempt is being served")
+            return Refusal("invalid", "a request with this internal id and attempt is being served")
         if submit.deadline_s <= 0:
-            return fail("deadline", "the request's deadline has passed")
+            return Refusal("deadline", "the request's deadline has passed")
         if self._draining:
-            return fail("draining", "this engine is being drained and takes no new request")
-        fault = fault_of(submit, self.config)
-        if fault is not None:
-            return fail("invalid", fault)
-        queued = len(self._scheduler.waiting) + len(self._scheduler.remote)
-        if queued >= limits.queue:
-            return fail("busy", f"{queued} requests wait; at most {limits.queue} may")
-        if submit.kind == "prefill":
-            need, held = self.config.blocks_for(len(submit.prompt_ids)), self._kv.leased + self._reserved
-            if need + held > self.config.lease_blocks:
-                return fail(
-                    "busy",
-                    f"the prompt needs {need} blocks under a lease; {held} of {self.config.lease_blocks} are held",
-                )
-        return None
+            return Refusal("draining", "this engine is being drained and takes no new request")
+        queued = {sequence.leg.key for sequence in (*self._scheduler.waiting, *self._scheduler.remote)}
+        return (
+            fault_of(submit, self.config)
+            or queue_full(len(queued), self.config)
+            or no_room_for_lease(submit, self._kv.leased + self._reserved, self.config)
+        )
 
     def _end_choices_at_submit(self, leg: LiveLeg) -> list[EngineEffect]:
         """Choices whose emitted ids end them already need nothing more."""
