@@ -16,8 +16,7 @@ async def main(stop: StopSignal) -> int:
     print("up", flush=True)
     await stop.wait()
     print("stopping", flush=True)
-    while not sys.stdin.readline():
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(sys.stdin.readline)
     return 0
 
 sys.exit(run(main))
