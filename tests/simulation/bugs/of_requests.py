@@ -1,0 +1,157 @@
+"""Bugs that give a token twice, lose one, end an answer falsely, or leave something of a request behind."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+from kvferry_router import flow as router_flow
+from kvferry_router import flow_messages as router_messages
+from kvferry_router.flow import RequestFlow
+from kvferry_runtime.core.engine import EngineCore
+from kvferry_runtime.core.messages import PullFinished
+from kvferry_runtime.core.scheduler import Scheduler
+from kvferry_runtime.transfer.lease import LeaseTable
+from kvferry_wire.frames import End
+from tests.simulation.bugs.registry import bug, wrapped
+
+
+@bug("late", "wrong_token")
+def first_token_is_picked_again_after_a_fallback() -> Iterator[None]:
+    """A pull that failed makes decode start from the prompt alone, and give the first token a second time."""
+
+    def make(real: Any) -> Any:
+        def pull_finished(self: EngineCore, event: PullFinished, now: float) -> Any:
+            effects = real(self, event, now)
+            leg = self._legs.get(event.key)
+            if event.reason and leg is not None:
+                for choice in leg.choices:
+                    choice.emitted.clear()
+                for sequence in leg.sequences:
+                    del sequence.tokens[leg.prompt_len :]
+            return effects
+
+        return pull_finished
+
+    with patch.object(EngineCore, "_pull_finished", make(EngineCore._pull_finished)):
+        yield
+
+
+@bug("tight", "wrong_token")
+def preemption_forgets_what_was_emitted() -> Iterator[None]:
+    """A preempted sequence picks its tokens again, at their places' noise but as if they were new."""
+
+    def make(real: Any) -> Any:
+        def preempt(self: Scheduler, sequence: Any) -> None:
+            real(self, sequence)
+            if sequence.choice is not None:
+                sequence.leg.choices[sequence.choice].emitted.clear()
+                del sequence.tokens[sequence.leg.prompt_len :]
+
+        return preempt
+
+    with wrapped(Scheduler, "_preempt", make):
+        yield
+
+
+@bug("crashing", "wrong_token")
+def retried_leg_starts_from_the_prompt() -> Iterator[None]:
+    """Another decode pod is not told of the tokens that were recorded already."""
+
+    def make(real: Any) -> Any:
+        def open_leg(self: RequestFlow, kind: str, *rest: Any) -> None:
+            if kind == "decode" and self._decode_legs > 1:
+                emitted, self._emitted = self._emitted, [[] for _ in self._emitted]
+                real(self, kind, *rest)
+                self._emitted = emitted
+            else:
+                real(self, kind, *rest)
+
+        return open_leg
+
+    with wrapped(RequestFlow, "_open_leg", make):
+        yield
+
+
+@bug("late", "wrong_token", "false_end", "order")
+def frames_of_an_abandoned_leg_count() -> Iterator[None]:
+    """What a leg says after the router gave it up is passed on beside its successor's answer."""
+    with patch.object(RequestFlow, "_is_open", lambda self, attempt: self._open is not None):
+        yield
+
+
+# ---- ends --------------------------------------------------------------------------------------------------------
+
+
+@bug("crashing", "false_end")
+def cut_stream_is_a_clean_end() -> Iterator[None]:
+    """A decode stream that breaks off ends the answer as if it were whole."""
+
+    def make(real: Any) -> Any:
+        def closed(self: RequestFlow, event: router_messages.LegClosed, now: float, out: list[Any]) -> None:
+            if self._is_open(event.attempt) and self.state is router_flow.State.STREAMING:
+                finish = ("stop",) * len(self._emitted)
+                data = b"\x01[DONE]" + " ".join(finish).encode()
+                self._end_frame(
+                    End(data=data, finish=finish, completion_tokens=sum(map(len, self._emitted)), cached_tokens=0),
+                    now,
+                    out,
+                )
+            real(self, event, now, out)
+
+        return closed
+
+    with wrapped(RequestFlow, "_closed", make):
+        router_flow_table = dict(router_flow.TRANSITIONS)
+        for key, method in router_flow_table.items():
+            if method is not None and method.__name__ == "_closed":
+                router_flow_table[key] = RequestFlow._closed
+        with patch.object(router_flow, "TRANSITIONS", router_flow_table):
+            yield
+
+
+@bug("leaving", "not_forgotten")
+def abort_does_not_reach_prefill() -> Iterator[None]:
+    """A client that leaves after prefill leaves its lease behind, until that expires."""
+
+    def make(real: Any) -> Any:
+        def stop(self: RequestFlow, out: list[Any]) -> None:
+            self._lease = None
+            if self._open is not None and self._open[0] == "prefill":
+                self._open = None
+            real(self, out)
+
+        return stop
+
+    with wrapped(RequestFlow, "_stop", make):
+        yield
+
+
+@bug("lossy", "leak")
+def bookings_outlive_failed_legs() -> Iterator[None]:
+    """A leg that failed is counted on its pod for ever."""
+
+    def make(real: Any) -> Any:
+        def release(self: RequestFlow, kind: Any, out: list[Any]) -> None:
+            if kind == "decode" and self._failed["decode"]:
+                self._booked.pop(kind, None)
+            else:
+                real(self, kind, out)
+
+        return release
+
+    with wrapped(RequestFlow, "_release", make):
+        yield
+
+
+@bug("reborn", "older_incarnation")
+def older_incarnation_is_believed() -> Iterator[None]:
+    """A lease is found by its number alone, though the engine that granted it is gone."""
+
+    def make(real: Any) -> Any:
+        def agrees(self: LeaseTable, ref: Any, lease: Any) -> bool:
+            return bool(ref.epoch == lease.epoch)
+
+        return agrees
+
+    with wrapped(LeaseTable, "_agrees", make):
+        yield

@@ -1,0 +1,147 @@
+"""A transfer back end over simulated data connections: what the tcp back end does, for the real read slots."""
+
+import random
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvferry_runtime.core.messages import LegKey
+from kvferry_runtime.transfer.backends.base import ReadJob, ReadState, ReadStatus
+from kvferry_runtime.transfer.reasons import RecomputeReason
+from kvferry_wire.control import LeaseRef
+from kvferry_wire.data import ReadReply, ReadRequest
+from kvferry_wire.limits import Limits
+from tests.simulation.fabric import Fabric
+from tests.simulation.links import Stream
+from tests.simulation.toy_runner import ToyMemory
+from tests.simulation.world import Process, Violation
+
+_STATUS_REASON = {"expired": RecomputeReason.LEASE_EXPIRED, "unknown": RecomputeReason.LEASE_UNKNOWN}
+
+
+class Engine(Protocol):
+    """What a back end needs of its pod."""
+
+    name: str
+    process: Process
+    memory: ToyMemory
+
+    def pull_of(self, blocks: tuple[int, ...]) -> LegKey | None:
+        """The pull that the core lets write exactly these blocks."""
+        ...
+
+    def tenant_of(self, key: LegKey) -> bytes | None: ...
+
+    def reads_moved(self) -> None:
+        """A read has progressed or ended."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """One read, over a connection of its own."""
+
+    lease: LeaseRef
+    blocks: tuple[int, ...]
+    request: str
+    stream: Stream | None = None
+    asked: int = 0  # blocks asked for
+    arrived: int = 0
+    end: ReadStatus | None = None
+
+
+class SimulatedBackend:
+    """See `backends.base.TransferBackend`; only what `ReadSlots` uses."""
+
+    name = "tcp"
+    poll_interval_s = 0.1
+
+    def __init__(self, engine: Engine, fabric: Fabric, limits: Limits) -> None:
+        self._engine = engine
+        self._fabric = fabric
+        self._limits = limits
+        self._rng: random.Random = engine.process.world.rng(f"reads/{engine.name}/{engine.process.generation}")
+        self._by_stream: dict[Stream, Reading] = {}
+
+    def connect(self, incarnation: bytes, host: str, descriptor: bytes) -> str:
+        return host
+
+    def read(self, peer: object, job: ReadJob) -> Reading:
+        assert isinstance(peer, str)
+        key = self._engine.pull_of(job.blocks[0])
+        reading = Reading(job.lease, job.blocks[0], "" if key is None else key.internal_id)
+        reading.stream = self._fabric.data_stream(self._engine.name, peer, self, reading.request)
+        self._by_stream[reading.stream] = reading
+        self._ask(reading)
+        return reading
+
+    def poll(self, handle: object) -> ReadStatus:
+        assert isinstance(handle, Reading)
+        return handle.end or ReadStatus(ReadState.RUNNING, handle.arrived * self._engine.memory.block_bytes)
+
+    def stop(self, handle: object) -> None:
+        """The thread that writes into the blocks ends when it gets to it; what arrives before is written."""
+        assert isinstance(handle, Reading)
+        self._engine.process.soon(0.4 * self._rng.random() ** 2, self._end, handle, RecomputeReason.READ_ERROR)
+
+    def release(self, handle: object) -> None:
+        assert isinstance(handle, Reading) and handle.end is not None
+
+    def forget(self, peer: object) -> None:
+        """Nothing is kept between reads."""
+
+    def _ask(self, reading: Reading) -> None:
+        """The next range of blocks."""
+        assert reading.stream is not None
+        lease = reading.lease
+        count = min(self._limits.read_blocks, len(reading.blocks) - reading.asked)
+        first, reading.asked = reading.asked, reading.asked + count
+        reading.stream.send(
+            0, ReadRequest(lease.incarnation, lease.epoch, lease.lease_id, lease.prompt_digest, 0, first, count)
+        )
+
+    def _end(self, reading: Reading, reason: RecomputeReason | None) -> None:
+        if reading.end is not None:
+            return
+        nbytes = reading.arrived * self._engine.memory.block_bytes
+        done = ReadStatus(ReadState.DONE, nbytes)
+        reading.end = done if reason is None else ReadStatus(ReadState.FAILED, nbytes, reason)
+        assert reading.stream is not None
+        reading.stream.close(0)
+        self._fabric.forget(reading.stream)
+        del self._by_stream[reading.stream]
+        self._engine.reads_moved()
+
+    # ---- the connection
+
+    def on_message(self, stream: Stream, message: Any) -> None:
+        reading = self._by_stream.get(stream)
+        if reading is None:
+            return
+        if isinstance(message, ReadReply):
+            if message.status != "ok":
+                self._end(reading, _STATUS_REASON[message.status])
+            return
+        index, data = message
+        key = self._engine.pull_of(reading.blocks)
+        if key is None:
+            raise Violation(
+                "foreign_write",
+                f"a read writes block {reading.blocks[index]}, which is no pull's any more",
+                reading.request,
+            )
+        self._engine.memory.write(reading.blocks[index], data, self._engine.tenant_of(key))
+        reading.arrived += 1
+        if reading.arrived == len(reading.blocks):
+            self._end(reading, None)
+            return
+        if reading.arrived == reading.asked:
+            self._ask(reading)
+        self._engine.reads_moved()
+
+    def on_close(self, stream: Stream) -> None:
+        self.on_cut(stream)
+
+    def on_cut(self, stream: Stream) -> None:
+        reading = self._by_stream.get(stream)
+        if reading is not None:
+            self._end(reading, RecomputeReason.READ_ERROR)

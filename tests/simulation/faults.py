@@ -1,0 +1,80 @@
+"""What goes wrong at a time: crashes, pauses, partitions, slow steps and the like."""
+
+from kvferry_runtime.core.messages import Drain
+from tests.simulation.fabric import Fabric
+from tests.simulation.scenario import Fault
+from tests.simulation.world import Process, World
+
+# The engine's clock does not stop while its process does, so that all that was due happens at once.
+
+
+class Faults:
+    """Begins and ends each fault of a scenario."""
+
+    def __init__(self, world: World, fabric: Fabric) -> None:
+        self._world = world
+        self._fabric = fabric
+
+    def plan(self, faults: tuple[Fault, ...]) -> None:
+        for fault in faults:
+            self._world.at(fault.at, None, self._begin, (fault,))
+
+    def _begin(self, fault: Fault) -> None:
+        self._world.count(f"fault_{fault.kind}")
+        self._world.log(fault.target, "", f"FAULT {fault.kind} for {fault.seconds:.2f} s {fault.other}")
+        getattr(self, fault.kind)(fault)
+
+    def _after(self, seconds: float, run: object, *args: object) -> None:
+        assert callable(run)
+        self._world.at(self._world.now + seconds, None, run, args)
+
+    def crash(self, fault: Fault) -> None:
+        pod = self._fabric.pods[fault.target]
+        if pod.process.up:
+            pod.crash()
+            self._after(fault.seconds, pod.restart)
+
+    crash_prefill = crash
+
+    def pause(self, fault: Fault) -> None:
+        process = self._process(fault.target)
+        if process.up and not process.paused:
+            if fault.target == "router":
+                self._fabric.router.pauses += 1
+            process.pause()
+            self._after(fault.seconds, self._wake, process, process.generation)
+
+    def _wake(self, process: Process, generation: int) -> None:
+        if process.generation == generation:
+            self._world.log(process.name, "", "wakes")
+            process.wake()
+
+    def slow_steps(self, fault: Fault) -> None:
+        pod = self._fabric.pods[fault.target]
+        pod.slow_until = max(pod.slow_until, self._world.now + fault.seconds)
+
+    def part(self, fault: Fault) -> None:
+        self.part_one_way(fault)
+        self._fabric.part(fault.other, fault.target, self._world.now + fault.seconds)
+
+    def part_one_way(self, fault: Fault) -> None:
+        self._fabric.part(fault.target, fault.other, self._world.now + fault.seconds)
+
+    def part_control(self, fault: Fault) -> None:
+        """The reader is not heard by the owner, whose bytes still come."""
+        self._fabric.part(fault.target, fault.other, self._world.now + fault.seconds, kinds=("control",))
+
+    def cut_streams(self, fault: Fault) -> None:
+        for kind in ("http", "data"):
+            self._fabric.cut_streams(fault.target, kind)
+
+    def reset_cache(self, fault: Fault) -> None:
+        self._fabric.pods[fault.target].reset_cache()
+
+    def drain(self, fault: Fault) -> None:
+        pod = self._fabric.pods[fault.target]
+        if pod.process.up:
+            pod.post_later(Drain())
+
+    def _process(self, name: str) -> Process:
+        return self._fabric.router.process if name == "router" else self._fabric.pods[name].process

@@ -1,0 +1,317 @@
+"""A scenario is all that a seed stands for: sizes, requests, how bad the links are, and the faults with their times.
+
+It is plain data, so that a failing one can be made smaller: dropping a request or a fault leaves the rest as it is.
+"""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from kvferry_runtime.model.toy_spec import ToySpec
+from kvferry_wire.leg import Sampling
+from kvferry_wire.limits import DEFAULT_LIMITS, Limits
+from kvferry_wire.pod import Role
+from tests.simulation.answers import Answer, oracle_answer
+from tests.simulation.links import GOOD, LinkFaults
+
+BLOCK_SIZE = 4
+DEADLINE_S = 20.0
+LEASE_S = 2.0
+SPEC = ToySpec(vocab=300, ctx=512, eos_every=23)
+
+LIMITS = msgspec.structs.replace(
+    DEFAULT_LIMITS,
+    request_deadline_s=DEADLINE_S,
+    queue=6,
+    alive_interval_s=0.25,
+    stall_timeout_s=1.0,
+    lease_s=LEASE_S,
+    answer_s=4.0,
+    ended_lease_s=8.0,
+    control_reply_s=0.4,
+    connect_s=1.0,
+    transfer_floor_s=1.0,
+    transfer_stall_s=2.0,
+    transfer_min_bytes_per_s=150,
+    transfers=2,
+    peer_ttl_s=10.0,
+    connect_timeout_s=0.5,
+    queue_wait_s=3.0,
+    inflight=6,
+    end_grace_s=0.1,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One client's request. ``leaves_at``: seconds until the client goes; ``leaves_after``: messages until then."""
+
+    name: str
+    at: float
+    prompt: tuple[int, ...]
+    n: int
+    sampling: Sampling
+    stream: bool
+    salt: bytes
+    leaves_at: float | None = None
+    leaves_after: int | None = None
+
+    def answers(self, max_model_len: int) -> tuple[Answer, ...]:
+        return tuple([oracle_answer(self.prompt, self.sampling, i, SPEC, max_model_len) for i in range(self.n)])
+
+
+@dataclass(frozen=True, slots=True)
+class PodSetup:
+    """One pod of the service."""
+
+    name: str
+    role: Role
+    blocks: int  # usable ones
+    token_budget: int
+    max_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong at a time: ``kind`` is a method of ``faults.Faults``."""
+
+    kind: str
+    at: float
+    seconds: float
+    target: str  # a pod, or "router"
+    other: str = ""  # the other end of a link
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What kind of bad weather a seed has."""
+
+    name: str
+    http: LinkFaults = GOOD
+    control: LinkFaults = GOOD
+    data: LinkFaults = GOOD
+    kinds: tuple[str, ...] = ()  # of faults
+    faults: tuple[int, int] = (0, 0)  # how many
+    leaving: float = 0.0  # share of clients that leave
+    blocks: tuple[int, int] = (36, 72)  # usable ones of a pod
+    decode_blocks: tuple[int, int] | None = None  # of a decode pod, if others
+    lease_share: float = 0.5
+    transfer_floor_s: float = 1.0
+    longest_prompt: int = 40
+    spread: float = 0.0  # seconds within which most requests come; 0: by chance
+    opposed: bool = False  # the owner's clock runs fast and the reader's slow, and the owner decodes as well
+    forged: float = 0.0  # share of handles that are swapped for another request's, or changed
+    slow_data: float = 0.0  # seconds between two blocks on the data plane, at most
+    requests: tuple[int, int] = (6, 14)
+    drift: float = 0.0  # clocks run up to so much faster or slower
+
+    @property
+    def prompt_cancel(self) -> bool:
+        """Whether nothing keeps pods from hearing at once of a client that leaves."""
+        return not self.kinds and self.http == GOOD and self.control == GOOD
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One seed's world."""
+
+    seed: int
+    profile: Profile
+    pods: tuple[PodSetup, ...]
+    max_model_len: int
+    requests: tuple[Request, ...]
+    faults: tuple[Fault, ...]
+    min_prefill_tokens: int
+    drift: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> Limits:
+        profile = self.profile
+        return msgspec.structs.replace(
+            LIMITS, lease_share=profile.lease_share, transfer_floor_s=profile.transfer_floor_s
+        )
+
+    def without_request(self, name: str) -> "Scenario":
+        return replace(self, requests=tuple([each for each in self.requests if each.name != name]))
+
+    def without_fault(self, index: int) -> "Scenario":
+        return replace(self, faults=self.faults[:index] + self.faults[index + 1 :])
+
+
+_SLOW = LinkFaults(delayed=0.05, delay_s=10 * LEASE_S)
+_LOSSY = LinkFaults(lost=0.15, doubled=0.1)
+_LOSSY_STREAM = LinkFaults(lost=0.05, cut=0.02)
+
+PROFILES = (
+    Profile("calm", drift=0.0),
+    Profile("drifting", drift=0.2),
+    Profile("lossy", http=_LOSSY_STREAM, control=_LOSSY, data=_LOSSY_STREAM, drift=0.2),
+    Profile("late", http=LinkFaults(delayed=0.02, delay_s=10 * LEASE_S), control=_SLOW, data=_SLOW, slow_data=0.1),
+    Profile("reordered", control=LinkFaults(delayed=0.4, delay_s=1.0, doubled=0.3), slow_data=0.4, drift=0.2),
+    Profile("crashing", kinds=("crash",), faults=(1, 4), slow_data=0.2),
+    Profile("paused", kinds=("pause",), faults=(1, 4), slow_data=0.3, drift=0.2),
+    Profile("slow", kinds=("slow_steps",), faults=(1, 3), slow_data=0.4),
+    Profile("leaving", leaving=0.7),
+    Profile("tight", blocks=(8, 16), requests=(8, 14), drift=0.1),
+    Profile("tight_leaving", blocks=(8, 14), requests=(8, 14), leaving=0.4, slow_data=0.2),
+    Profile("parted", kinds=("part", "part_one_way"), faults=(1, 3), control=_LOSSY, slow_data=0.2),
+    Profile("forged", forged=0.5),
+    Profile("cut", kinds=("cut_streams",), faults=(2, 6), slow_data=0.2),
+    Profile("restless", kinds=("reset_cache", "drain", "slow_steps"), faults=(1, 4), blocks=(10, 24)),
+    # Leases end early by the owner's clock while their bytes are still on the way, and their blocks are taken at once.
+    Profile(
+        "stale",
+        kinds=("part_control", "part_control", "reset_cache"),
+        faults=(5, 8),
+        blocks=(8, 10),
+        lease_share=1.0,
+        transfer_floor_s=2.5,
+        decode_blocks=(40, 60),
+        slow_data=1.5,
+        requests=(20, 26),
+        longest_prompt=16,
+        drift=0.2,
+        opposed=True,
+        spread=4.5,
+    ),
+    # Prefill dies and comes back while decode still waits for blocks to pull into.
+    Profile("reborn", kinds=("crash_prefill",), faults=(2, 5), decode_blocks=(9, 12), slow_data=0.3, requests=(10, 14)),
+    Profile(
+        "everything",
+        http=LinkFaults(lost=0.03, cut=0.01, delayed=0.01, delay_s=5.0),
+        control=LinkFaults(lost=0.1, doubled=0.1, delayed=0.1, delay_s=10 * LEASE_S),
+        data=LinkFaults(lost=0.03, cut=0.02, delayed=0.02, delay_s=5.0),
+        kinds=("crash", "pause", "slow_steps", "part", "part_one_way", "cut_streams", "reset_cache"),
+        faults=(2, 6),
+        leaving=0.2,
+        blocks=(10, 30),
+        forged=0.1,
+        slow_data=0.3,
+        drift=0.2,
+    ),
+)
+
+FAULTY_S = 8.0  # faults begin within the first so many seconds
+
+
+def make_scenario(seed: int, profile_name: str | None = None) -> Scenario:
+    """What a seed stands for; its profile follows from the seed, unless another one is named."""
+    rng = random.Random(f"scenario/{seed}")
+    profile = PROFILES[seed % len(PROFILES)]
+    if profile_name is not None:
+        profile = next(each for each in PROFILES if each.name == profile_name)
+    pods = _make_pods(rng, profile)
+    max_model_len = min(64, min(pod.blocks for pod in pods) * BLOCK_SIZE)
+    names = [pod.name for pod in pods]
+    spread = profile.spread or rng.choice((0.1, 0.5, 2.0))
+    return Scenario(
+        seed=seed,
+        profile=profile,
+        pods=pods,
+        max_model_len=max_model_len,
+        requests=_make_requests(rng, profile, max_model_len, spread),
+        faults=_make_faults(rng, profile, names, spread),
+        min_prefill_tokens=8 if profile.opposed else rng.choice((1, 1, 1, 8)),
+        drift=_make_drift(rng, profile, names),
+    )
+
+
+def _make_drift(rng: random.Random, profile: Profile, pods: list[str]) -> dict[str, float]:
+    drift = {name: 1 + profile.drift * rng.uniform(-1, 1) for name in [*pods, "router", "client"]}
+    if profile.opposed:
+        drift |= {name: 1 + profile.drift * (-1 if name.startswith("d") else 1) for name in pods}
+    return drift
+
+
+def _make_pods(rng: random.Random, profile: Profile) -> tuple[PodSetup, ...]:
+    shape: tuple[Role, ...] = ("prefill", "decode")
+    if profile.opposed:
+        shape = ("both", "decode")
+    else:
+        shape = rng.choice((*(shape,) * 4, ("prefill", "prefill", "decode", "decode"), ("both", "both")))
+    pods = []
+    for index, role in enumerate(shape):
+        name = f"{role[0]}{index}"
+        span = profile.decode_blocks if role == "decode" and profile.decode_blocks else profile.blocks
+        blocks = rng.randint(*span)
+        pods.append(PodSetup(name, role, blocks, rng.choice((6, 16, 64)), rng.choice((2, 4, 8))))
+    return tuple(pods)
+
+
+def _make_requests(rng: random.Random, profile: Profile, max_model_len: int, spread: float) -> tuple[Request, ...]:
+    """Requests that come within `spread` seconds, and a few much later."""
+    documents = [tuple(rng.randrange(256) for _ in range(40)) for _ in range(3)]
+    longest = min(profile.longest_prompt, max_model_len - 6)
+    lengths = [rng.randint(9 if profile.opposed else 5, longest) for _ in range(3)]
+    salts = [b"", b"tenant-1", b"tenant-2"][: rng.randint(1, 3)]
+    requests: list[Request] = []
+    for index in range(rng.randint(*profile.requests)):
+        length = rng.choice(lengths) if rng.random() < 0.7 else rng.randint(2, longest)
+        shared = rng.randint(0, min(length - 1, 40)) if rng.random() < 0.7 else 0
+        prompt = documents[rng.randrange(3)][:shared] + tuple(rng.randrange(256) for _ in range(length - shared))
+        if requests and rng.random() < 0.2:
+            prompt = rng.choice(requests).prompt  # the very same prompt, perhaps of another tenant
+        leaves = rng.random() < profile.leaving
+        by_count = rng.random() < 0.3
+        n = rng.choice((1, 1, 1, 2, 3))
+        requests.append(
+            Request(
+                name=f"r{index}",
+                at=spread * rng.random() if rng.random() < 0.8 else 0.6 * FAULTY_S * rng.random(),
+                prompt=prompt,
+                n=n,
+                sampling=_make_sampling(rng, prompt, max_model_len),
+                stream=rng.random() < 0.8,
+                salt=rng.choice(salts),
+                leaves_at=0.5 * rng.random() ** 2 if leaves and not by_count else None,
+                leaves_after=rng.randint(1, 4) if leaves and by_count else None,
+            )
+        )
+    return tuple(requests)
+
+
+def _make_sampling(rng: random.Random, prompt: tuple[int, ...], max_model_len: int) -> Sampling:
+    max_tokens = rng.choice((1, 2, 5, 9, 14, 20))
+    base = Sampling(
+        seed=rng.getrandbits(63),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice((0, 0, 0, min(3, max_tokens))),
+        temperature=rng.choice((0.0, 0.0, 0.7, 1.5)),
+        top_k=rng.choice((0, 0, 2)),
+        ignore_eos=rng.random() < 0.2,
+    )
+    # Some stop where the answer really passes.
+    stop_by = rng.random()
+    if stop_by < 0.3:
+        answer = oracle_answer(prompt, base, 0, SPEC, max_model_len)
+        if stop_by < 0.15 and base.min_tokens == 0 and len(answer.text) > 2:
+            at = rng.randrange(len(answer.text) - 1)
+            return msgspec.structs.replace(base, stop=(answer.text[at : at + rng.randint(1, 2)], "\x01\x02"))
+        return msgspec.structs.replace(base, stop_token_ids=(rng.choice(answer.ids),))
+    return base
+
+
+def _make_faults(rng: random.Random, profile: Profile, pods: list[str], spread: float) -> tuple[Fault, ...]:
+    if not profile.kinds:
+        return ()
+    faults = []
+    for _ in range(rng.randint(*profile.faults)):
+        kind = rng.choice(profile.kinds)
+        target = rng.choice(pods)
+        others = [name for name in [*pods, "router"] if name != target]
+        if kind == "crash_prefill":
+            target = pods[0]
+        if kind == "part_control":
+            target, others = pods[-1], pods[:1]
+        if kind == "pause" and rng.random() < 0.25:
+            target = "router"
+        seconds = {
+            "crash": 0.2 + 3 * rng.random(),
+            "part_control": 1.0 + 1.4 * rng.random(),
+            "crash_prefill": 0.02 + 0.3 * rng.random(),
+            "slow_steps": 1 + 2 * rng.random(),
+        }.get(kind, 0.2 + 4 * rng.random() ** 2)
+        at = 1.2 * spread * rng.random() if rng.random() < 0.7 else 0.8 * FAULTY_S * rng.random()
+        faults.append(Fault(kind, at, seconds, target, rng.choice(others)))
+    return tuple(sorted(faults, key=lambda fault: fault.at))

@@ -1,0 +1,217 @@
+"""The API server of a pod, as far as legs go: leg -> Submit, outputs -> frames, closed connections -> aborts."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvferry_runtime.core.messages import (
+    AbortLeg,
+    EngineOutput,
+    FailOut,
+    LegKey,
+    PrefilledOut,
+    StopChoice,
+    Submit,
+    TokensOut,
+)
+from kvferry_wire.frames import Alive, End, Fail, Frame, Prefilled, Tokens
+from kvferry_wire.leg import Leg
+from tests.simulation.answers import DONE, cut_at_stop, event, held_back, text_of
+from tests.simulation.links import Stream
+from tests.simulation.scenario import SPEC
+from tests.simulation.world import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.pod import Pod
+
+
+@dataclass
+class Writer:
+    """What one choice of a leg has said."""
+
+    ids: list[int]
+    shown: int  # characters that the client has
+    finish: str | None = None
+    stop_told: bool = False
+
+
+@dataclass(eq=False)
+class ServedLeg:
+    """A leg that the server works on."""
+
+    key: LegKey
+    kind: str
+    leg: Leg
+    stream: Stream
+    writers: list[Writer] = field(default_factory=list)
+    cached: int = 0
+    recomputed: str = ""
+
+
+class ServerShell:
+    """All legs of one pod's incarnation."""
+
+    def __init__(self, pod: "Pod") -> None:
+        self._pod = pod
+        self._process = pod.process
+        self._by_stream: dict[Stream, ServedLeg] = {}
+        self.legs: dict[LegKey, ServedLeg] = {}
+        self._ticks = 0
+
+    # ---- a leg arrives
+
+    def on_message(self, stream: Stream, message: tuple[str, Leg]) -> None:
+        kind, leg = message
+        key = LegKey(leg.internal_id, leg.attempt)
+        served = ServedLeg(key, kind, leg, stream)
+        if key in self.legs:
+            self._send(served, Fail(kind="invalid", message="the leg is being served"))
+            stream.close(1)
+            return
+        self.legs[key] = served
+        self._by_stream[stream] = served
+        submit = Submit(
+            key=key,
+            kind="prefill" if kind == "prefill" else "generate",
+            prompt_ids=leg.prompt_ids,
+            emitted=tuple([choice.emitted for choice in leg.choices]),
+            sampling=leg.sampling,
+            extras=leg.extras,
+            deadline_s=leg.deadline_ms / 1000,
+            eos_token_ids=(SPEC.eos_token_id,),
+            handle=leg.handle,
+            recompute=leg.recompute,
+        )
+        self._pod.post_later(submit)
+        served.cached = leg.cached_tokens
+        if kind == "decode":
+            served.writers = [Writer(list(choice.emitted), choice.chars_sent) for choice in leg.choices]
+            for index in range(len(served.writers)):
+                self._write(served, index, ())
+            self._end_if_done(served)
+
+    # ---- what the engine says
+
+    def on_outputs(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            served = self.legs.get(output.key)
+            if served is None:
+                if isinstance(output, PrefilledOut) and output.handle is not None:
+                    self._pod.owner.answered(output.handle.lease_id, delivered=False)
+                continue
+            match output:
+                case TokensOut():
+                    self._on_tokens(served, output)
+                case PrefilledOut():
+                    self._on_prefilled(served, output)
+                case FailOut():
+                    self._send(served, Fail(kind=output.kind, message=output.message))
+                    self._over(served)
+
+    def _on_tokens(self, served: ServedLeg, output: TokensOut) -> None:
+        writer = served.writers[output.choice]
+        if writer.finish is not None:
+            return  # a stop string ended it before
+        served.recomputed = served.recomputed or output.recomputed
+        writer.ids += output.ids
+        writer.finish = output.finish
+        self._write(served, output.choice, output.ids)
+        self._end_if_done(served)
+
+    def _write(self, served: ServedLeg, choice: int, ids: tuple[int, ...]) -> None:
+        """Send new ids, and the text that they let go."""
+        writer, sampling = served.writers[choice], served.leg.sampling
+        text, stopped = cut_at_stop(text_of(writer.ids, sampling), sampling.stop)
+        if stopped and not writer.stop_told:
+            writer.finish = "stop"
+            writer.stop_told = True
+            self._pod.post_later(StopChoice(key=served.key, choice=choice))
+        upto = len(text)
+        if writer.finish is None:
+            upto -= held_back(text, sampling.stop)
+        fresh = text[writer.shown : upto]
+        if served.leg.format.stream and fresh:
+            frame = Tokens(choice=choice, ids=ids, data=event(choice, writer.shown, fresh), chars=len(fresh))
+            writer.shown += len(fresh)
+            self._send(served, frame)
+        elif ids:
+            self._send(served, Tokens(choice=choice, ids=ids, data=b""))
+
+    def _end_if_done(self, served: ServedLeg) -> None:
+        if all(writer.finish is not None for writer in served.writers):
+            self._end(served)
+
+    def _end(self, served: ServedLeg) -> None:
+        sampling = served.leg.sampling
+        finish = tuple([writer.finish or "" for writer in served.writers])
+        if served.leg.format.stream:
+            data = DONE
+        else:
+            texts = [cut_at_stop(text_of(writer.ids, sampling), sampling.stop)[0] for writer in served.writers]
+            data = b"".join([event(choice, 0, text) for choice, text in enumerate(texts)]) + DONE
+        count = sum(len(writer.ids) for writer in served.writers)
+        self._send(
+            served,
+            End(
+                data=data + " ".join(finish).encode(),
+                finish=finish,
+                completion_tokens=count,
+                cached_tokens=served.cached,
+                recomputed=served.recomputed,
+            ),
+        )
+        self._over(served)
+
+    def _on_prefilled(self, served: ServedLeg, output: PrefilledOut) -> None:
+        self._send(served, Prefilled(first=output.first, cached_tokens=output.cached_tokens, handle=output.handle))
+        if output.handle is not None:
+            self._pod.owner.answered(output.handle.lease_id, delivered=True)
+        self._over(served)
+
+    # ---- a leg ends
+
+    def _over(self, served: ServedLeg) -> None:
+        """The engine has said its last word on it."""
+        served.stream.close(1)
+        self._forget(served)
+
+    def _forget(self, served: ServedLeg) -> None:
+        self.legs.pop(served.key, None)
+        self._by_stream.pop(served.stream, None)
+        self._pod.fabric.forget(served.stream)
+
+    def on_close(self, stream: Stream) -> None:
+        """The router wants no more of a leg."""
+        served = self._by_stream.get(stream)
+        self._pod.fabric.forget(stream)
+        if served is not None:
+            self._process.log(served.key.internal_id, f"leg {served.key.attempt} is closed by the router")
+            self._forget(served)
+            self._pod.post_later(AbortLeg(key=served.key))
+
+    def on_cut(self, stream: Stream) -> None:
+        self.on_close(stream)
+
+    def on_abort(self, internal_id: str, attempt: int) -> None:
+        """Abort by name: also what has not arrived yet; the engine's loop withdraws a lease whose leg has ended."""
+        key = LegKey(internal_id, attempt)
+        self._process.log(internal_id, f"leg {attempt} is aborted by name")
+        served = self.legs.get(key)
+        if served is not None:
+            self._send(served, Fail(kind="cancelled", message="the request was cancelled"))
+            self._over(served)
+        self._pod.post_later(AbortLeg(key=key))
+
+    # ---- frames
+
+    def _send(self, served: ServedLeg, frame: Frame) -> None:
+        if isinstance(frame, Tokens) and not 0 <= frame.choice < len(served.writers):
+            raise Violation("server", f"no choice {frame.choice}", served.key.internal_id)
+        served.stream.send(1, frame)
+
+    def alive(self, ticks: int) -> None:
+        """Only while the engine's loop turns."""
+        if ticks <= self._ticks:
+            return
+        self._ticks = ticks
+        for served in tuple(self.legs.values()):
+            served.stream.send(1, Alive(step=ticks))
