@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 import msgspec
+import zmq
 import zmq.asyncio
 
 from kvferry_runtime.core.messages import AbortLeg, Drain, FailOut, LegKey, StopChoice, Submit
@@ -93,6 +94,8 @@ class EngineClient:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
             self._supervisor = None
+        if self._child is not None and self.state is not EngineState.RUNNING:
+            self._child.kill()  # it is loading, or has failed: nothing there is worth waiting for
         await self._end_life(EngineState.STOPPED)
         self._context.term()
 
@@ -203,7 +206,7 @@ class EngineClient:
             self._silence_s = 0.0
             try:
                 self._child = EngineChild(self._context, self._config)
-            except OSError as error:  # no process, no memory, no descriptor: perhaps later
+            except (OSError, zmq.ZMQError) as error:  # no process, no memory, no descriptor: perhaps later
                 why: str | NotStarted = f"it could not be started: {error.strerror}"
             else:
                 why = await self._live(self._child)
@@ -317,6 +320,7 @@ class EngineClient:
         for future in self._snapshots.values():
             if not future.done():
                 future.set_exception(EngineGoneError(state.value))
+        # Forgotten only once it is closed: a cancelled close is taken up again by the next one.
         if self._child is not None:
-            child, self._child = self._child, None
-            await child.close()
+            await self._child.close()
+            self._child = None

@@ -38,6 +38,7 @@ class ScriptedTransfer:
     def __init__(self) -> None:
         self.calls: list[GrantLease | HoldLease | StartPull | DropLease] = []
         self.answers: list[tuple[int, bool]] = []
+        self.withdrawn: list[int] = []
         self.reason = ""  # what ``check`` returns
         self.broken = False  # whether ``check_integrity`` raises
         self.dead = False  # whether ``check_alive`` raises
@@ -58,6 +59,10 @@ class ScriptedTransfer:
 
     def answered(self, lease_id: int, delivered: bool) -> None:
         self.answers.append((lease_id, delivered))
+
+    def withdraw(self, lease_id: int) -> bool:
+        self.withdrawn.append(lease_id)
+        return True
 
     def hold(self, effect: HoldLease) -> None:
         self.calls.append(effect)
@@ -105,13 +110,13 @@ class ScriptedLink:
         self.on_turn: Callable[[], None] = lambda: None
         self._inbox: deque[Downward | PullFinished | LeaseEnded] = deque()
         self._on_wait = on_wait
-        self._last: tuple[Downward, ...] = ()
+        self._last: tuple[Downward | PullFinished | LeaseEnded, ...] = ()
 
     def give(self, *messages: Downward | PullFinished | LeaseEnded) -> None:
         """Put messages into the inbox."""
         self._inbox.extend(messages)
 
-    def when_quiet(self, *messages: Downward) -> None:
+    def when_quiet(self, *messages: Downward | PullFinished | LeaseEnded) -> None:
         """Give these messages when the loop waits."""
         self._last = messages
 

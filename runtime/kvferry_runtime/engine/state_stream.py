@@ -72,7 +72,8 @@ class StatePublisher:
         self._socket.setsockopt(zmq.SNDHWM, limits.state_buffer)
         self.dropped = 0
         try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
+            self._socket.setsockopt(zmq.IPV6, int(":" in host))
+            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"--state-port: cannot listen on {host}:{port}: {error.strerror}") from None

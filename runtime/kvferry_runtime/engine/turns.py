@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry_runtime.core.engine import EngineCore
 from kvferry_runtime.core.messages import (
+    AbortLeg,
     DropLease,
     EngineEffect,
     FailOut,
@@ -58,6 +59,7 @@ class Transfer(Protocol):
     def check(self, submit: Submit) -> str: ...
     def grant(self, grant: GrantLease) -> KVHandle: ...
     def answered(self, lease_id: int, delivered: bool) -> None: ...
+    def withdraw(self, lease_id: int) -> bool: ...
     def hold(self, effect: HoldLease) -> None: ...
     def pull(self, effect: StartPull) -> None: ...
     def drop(self, effect: DropLease) -> None: ...
@@ -106,6 +108,8 @@ class EngineLoop:
         self._was_idle = True
         self._outputs: list[TokensOut | PrefilledOut | FailOut] = []
         self._handles: dict[LegKey, KVHandle] = {}  # of grants whose PrefilledOut follows in the same effects
+        self._leases: dict[LegKey, int] = {}  # live ones, by the prefill leg that they were granted to
+        self._leased_to: dict[int, LegKey] = {}
 
     def stop(self) -> None:
         """From any thread: end after the current turn."""
@@ -161,8 +165,21 @@ class EngineLoop:
                 self._stopping = True
             case Submit():
                 self._route(self._core.handle(self._checked(message), self._clock()))
+            case AbortLeg():
+                self._withdraw(message.key)
+                self._route(self._core.handle(message, self._clock()))
+            case LeaseEnded():
+                if (key := self._leased_to.pop(message.lease_id, None)) is not None:
+                    del self._leases[key]
+                self._route(self._core.handle(message, self._clock()))
             case _:
                 self._route(self._core.handle(message, self._clock()))
+
+    def _withdraw(self, key: LegKey) -> None:
+        """The leg that is aborted may have ended already, in an answer that nobody got or that is of no use now."""
+        lease_id = self._leases.get(key)
+        if lease_id is not None:
+            self._needed().withdraw(lease_id)
 
     def _checked(self, submit: Submit) -> Submit:
         """The core never sees a handle that is not genuine, of this prompt and of this layout."""
@@ -198,6 +215,8 @@ class EngineLoop:
             self._route(self._core.handle(LeaseEnded(lease_id=grant.lease_id, why="withdrawn"), self._clock()))
             return
         self._handles[grant.key] = self._transfer.grant(grant)
+        self._leases[grant.key] = grant.lease_id
+        self._leased_to[grant.lease_id] = grant.key
 
     def _needed(self) -> Transfer:
         if self._transfer is None:

@@ -112,14 +112,16 @@ def parse(argv: list[str], env: dict[str, str] | None = None) -> ServerConfig:
     faults += _cross_faults(values)
     if faults:
         raise FlagError(faults)
+    # One spelling for HTTP and ZMQ alike: the latter binds addresses only.
+    host = "127.0.0.1" if values["host"] == "localhost" else values["host"]
     threads, threads_why = _threads(values["threads"], os.environ if env is None else env)
     limits = Limits(lease_s=values["lease"], request_deadline_s=values["request_deadline"])
     return ServerConfig(
         model=values["model"],
         served_name=values["served_name"] or served_name_of(values["model"]),
         role=cast(Role, values["role"]),
-        host=values["host"],
-        advertised_host=values["advertise_host"] or values["host"],
+        host=host,
+        advertised_host=values["advertise_host"] or host,
         port=values["port"],
         control_port=values["control_port"],
         data_port=values["data_port"],

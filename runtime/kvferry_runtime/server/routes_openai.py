@@ -23,6 +23,7 @@ from kvferry_wire.frames import Alive, End, Fail, Tokens
 from kvferry_wire.leg import Leg
 
 PATH_HEADER = "x-kvferry-path"
+PATH = "aggregated"  # one pod has no other way
 _WRITE_GRACE_S = 5.0
 
 
@@ -95,8 +96,7 @@ class _OpenAIRoutes:
                     if isinstance(frame, Fail):
                         raise errors.from_fail(frame, self._limits)
                     if isinstance(frame, End):
-                        path = "aggregated, recomputed" if frame.recomputed else "aggregated"
-                        return _json(frame.data, {PATH_HEADER: path})
+                        return _json(frame.data, {PATH_HEADER: PATH})
         raise errors.internal()
 
     async def _stream(self, request: web.Request, legs: Legs, leg: Leg) -> web.StreamResponse:
@@ -106,7 +106,7 @@ class _OpenAIRoutes:
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
-                PATH_HEADER: "aggregated",
+                PATH_HEADER: PATH,
             }
         )
         held = b""

@@ -7,7 +7,16 @@ import pytest
 
 from kvferry_runtime.core.config import CoreConfig
 from kvferry_runtime.core.engine import EngineCore
-from kvferry_runtime.core.messages import AbortLeg, FailOut, GrantLease, LegKey, PrefilledOut, Submit, TokensOut
+from kvferry_runtime.core.messages import (
+    AbortLeg,
+    FailOut,
+    GrantLease,
+    LeaseEnded,
+    LegKey,
+    PrefilledOut,
+    Submit,
+    TokensOut,
+)
 from kvferry_runtime.core.plan import StepPlan, StepResult
 from kvferry_runtime.engine.messages import Batch, Heartbeat, PrefillAnswered, SnapshotReply, SnapshotRequest, Stop
 from kvferry_runtime.engine.scripted import ScriptedLink, ScriptedRunner, ScriptedTransfer
@@ -112,6 +121,20 @@ def test_an_abort_leaves_no_output_and_no_block() -> None:
     """A leg aborted in the same turn as it came gives nothing."""
     rig = Rig()
     assert rig.run(make_submit(), AbortLeg(key=LegKey("a", 0))) == []
+    assert rig.core.load().free_blocks == rig.core.load().total_blocks
+
+
+def test_an_abort_after_the_answer_withdraws_its_lease_once() -> None:
+    """The leg has ended, its answer waits or was of no use: the lease goes; one that has ended is left alone."""
+    rig = Rig()
+    assert rig.transfer is not None
+    abort = AbortLeg(key=LegKey("a", 0))
+    ended = LeaseEnded(lease_id=1, why="withdrawn")
+    rig.link.give(make_submit("a", "prefill"))
+    rig.link.when_quiet(AbortLeg(key=LegKey("a", 1)), abort, ended, abort, Stop())
+    rig.loop.run()
+    assert [grant.lease_id for grant in rig.transfer.calls_of(GrantLease)] == [1]
+    assert rig.transfer.withdrawn == [1]
     assert rig.core.load().free_blocks == rig.core.load().total_blocks
 
 

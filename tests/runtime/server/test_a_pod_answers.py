@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -152,6 +153,15 @@ async def test_info_and_text_describe_the_pod(pod: PodProcess) -> None:
     assert info.total_blocks == 255
     assert info.transfer_backends["tcp"] == "ok"
     assert models["data"][0]["id"] == "toy"
+
+
+def test_the_server_holds_no_torch_and_the_engine_no_text(pod: PodProcess) -> None:
+    """The API server maps no library of torch, the EngineCore none of the tokenizer."""
+    server = Path(f"/proc/{pod.pid}/maps").read_text()
+    engine = Path(f"/proc/{pod.engine_pid}/maps").read_text()
+    assert "libtorch" not in server
+    assert "libtorch" in engine
+    assert "tokenizers" not in engine
 
 
 async def test_metrics_count_what_was_served(pod: PodProcess) -> None:

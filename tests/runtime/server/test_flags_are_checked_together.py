@@ -62,7 +62,7 @@ def test_what_cannot_be_is_named(argv: tuple[str, ...], named: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_loopback_needs_no_keys(host: str) -> None:
     """Every name of this machine itself is accepted."""
-    assert parse(["toy", "--host", host]).host == host
+    assert parse(["toy", "--host", host]).host == ("127.0.0.1" if host == "localhost" else host)
 
 
 def test_help_names_every_flag_with_its_default() -> None:

@@ -1,0 +1,56 @@
+"""The API server's end of the engine: closing it at any time leaves no process, no socket and no folder."""
+
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvferry_runtime.core.messages import LegKey, Submit
+from kvferry_runtime.engine.child import EngineGoneError
+from kvferry_runtime.engine.client import EngineClient, EngineState
+from kvferry_runtime.engine.messages import EngineConfig
+from kvferry_wire.canonical import KeyExtras
+from kvferry_wire.leg import Sampling
+
+pytestmark = pytest.mark.processes
+
+
+def make_client() -> EngineClient:
+    return EngineClient(EngineConfig(model="toy", model_digest="", threads=1, down="", up="", log_level="WARNING"))
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.5])
+async def test_closing_while_it_starts(
+    after_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_files: set[str]
+) -> None:
+    """Before the process is there, before its sockets are, and while it loads."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = {child.pid for child in psutil.Process().children()}
+    client = make_client()
+    client.start()
+    await asyncio.sleep(after_s)
+    with pytest.raises(EngineGoneError):
+        client.submit(
+            Submit(
+                key=LegKey("a", 0),
+                kind="generate",
+                prompt_ids=(1,),
+                emitted=((),),
+                sampling=Sampling(seed=0, max_tokens=1),
+                extras=KeyExtras(),
+                deadline_s=1.0,
+                eos_token_ids=(),
+            )
+        )
+    with pytest.raises(EngineGoneError):
+        await client.snapshot()
+    async with asyncio.timeout(3):
+        await client.close()
+        await client.close()
+    assert client.state is EngineState.STOPPED
+    assert {child.pid for child in psutil.Process().children()} <= before
+    assert not os.listdir(tmp_path)
+    assert open_files  # compared when the test is over
