@@ -1,0 +1,119 @@
+"""Prefill is lost between its answer and the pull: decode computes the prompt again, says why, and counts it once."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+
+import aiohttp
+import pytest
+
+from kvferry_runtime.model.toy_oracle import toy_next_tokens
+from kvferry_wire.frames import End, Frame, Prefilled
+from kvferry_wire.leg import Leg
+from tests.processes.asking import SPEC
+from tests.processes.conftest import LEASE_S
+from tests.processes.legs import decode_leg, frames, ids_of, make_leg
+from tests.support.service import Part, Service
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+TOKENS = 16
+
+
+async def prefilled_leg(service: Service, session: aiohttp.ClientSession, name: str) -> Leg:
+    """A decode leg whose KV prefill keeps."""
+    leg = make_leg(name, max_tokens=TOKENS)
+    (prefilled,) = await frames(service, session, "prefill-0", leg)
+    assert isinstance(prefilled, Prefilled)
+    assert prefilled.handle is not None
+    return decode_leg(leg, prefilled)
+
+
+def check(leg: Leg, found: list[Frame], reasons: set[str]) -> None:
+    """The oracle's tokens, and one of these reasons why they were computed here; none: the KV was ferried."""
+    expected = toy_next_tokens(leg.prompt_ids, TOKENS, SPEC)
+    assert [*leg.choices[0].emitted, *ids_of(found)] == expected
+    end = found[-1]
+    assert isinstance(end, End)
+    assert end.recomputed in (reasons or {""})
+
+
+async def counts(service: Service, session: aiohttp.ClientSession) -> dict[str, float]:
+    """Of decode: pulls that went well, pulls that failed, prompts computed again (by reason)."""
+    # The engine's own figures come with its next heartbeat.
+    await asyncio.sleep(0.6)
+    metrics = await service.metrics(session, "decode-0")
+    names = ("kv_pulls_ok_total", "kv_pulls_failed_total", "kv_recomputed_total")
+    return {series: value for series, value in metrics.items() if series.split("{")[0] in names}
+
+
+def moved(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {series: value - before.get(series, 0) for series, value in after.items() if value != before.get(series, 0)}
+
+
+@pytest.mark.parametrize("part", ["server", "engine"])
+async def test_killed_before_the_pull(service: Service, internal: aiohttp.ClientSession, part: Part) -> None:
+    """The peer is dead, or its next life does not know the lease; never is foreign KV read."""
+    leg = await prefilled_leg(service, internal, f"killed {part}")
+    before = await counts(service, internal)
+    service.signal("prefill-0", part, signal.SIGKILL)
+    found = await frames(service, internal, "decode-0", leg)
+    check(leg, found, {"peer_dead", "connect", "lease_unknown"})
+    reason = found[-1].recomputed if isinstance(found[-1], End) else ""
+    assert moved(before, await counts(service, internal)) == {
+        f'kv_pulls_failed_total{{reason="{reason}"}}': 1,
+        f'kv_recomputed_total{{reason="{reason}"}}': 1,
+    }
+
+
+async def test_next_life_does_not_know_the_lease(service: Service, internal: aiohttp.ClientSession) -> None:
+    """A handle of an earlier life is void although its lease id and blocks exist again; then KV is ferried again."""
+    leg = await prefilled_leg(service, internal, "earlier life")
+    pid = service.signal("prefill-0", "engine", signal.SIGKILL)
+    await service.reborn(internal, "prefill-0", "engine", pid)
+    # The same ids are granted anew, for other KV.
+    others = [await prefilled_leg(service, internal, f"later life {number}") for number in range(2)]
+    assert any(other.handle and leg.handle and other.handle.lease_id == leg.handle.lease_id for other in others)
+    check(leg, await frames(service, internal, "decode-0", leg), {"lease_unknown"})
+    for other in others:
+        check(other, await frames(service, internal, "decode-0", other), set())
+
+
+async def test_stopped_before_the_pull(service: Service, internal: aiohttp.ClientSession) -> None:
+    """A peer that is silent is given up in bounded time; when it goes on, the next pull succeeds."""
+    leg = await prefilled_leg(service, internal, "stopped")
+    before = await counts(service, internal)
+    pid = service.signal("prefill-0", "engine", signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(12):
+            found = await frames(service, internal, "decode-0", leg)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    check(leg, found, {"peer_dead", "connect", "read_error", "deadline", "lease_expired"})
+    assert sorted(moved(before, await counts(service, internal)).values()) == [1, 1]
+    leg = await prefilled_leg(service, internal, "goes on")
+    check(leg, await frames(service, internal, "decode-0", leg), set())
+
+
+async def test_lease_that_ended_before_the_pull(service: Service, internal: aiohttp.ClientSession) -> None:
+    """A decode leg that comes too late does not read blocks that are others' by now."""
+    leg = await prefilled_leg(service, internal, "too late")
+    await asyncio.sleep(LEASE_S + 0.5)
+    other = await prefilled_leg(service, internal, "others' by now")
+    check(leg, await frames(service, internal, "decode-0", leg), {"lease_expired"})
+    check(other, await frames(service, internal, "decode-0", other), set())
+
+
+async def test_prefill_goes_on_while_decode_is_dead(service: Service, internal: aiohttp.ClientSession) -> None:
+    """Leases of a dead reader end with their time; until then new prefills are answered or told that it is busy."""
+    names = [f"dead reader {number}" for number in range(8)]
+    await asyncio.gather(*(prefilled_leg(service, internal, name) for name in names))
+    pid = service.signal("decode-0", "server", signal.SIGKILL)
+    answers = await asyncio.gather(
+        *(frames(service, internal, "prefill-0", make_leg(f"meanwhile {number}")) for number in range(30))
+    )
+    kinds = {getattr(answer[-1], "kind", "prefilled") for answer in answers}
+    assert kinds <= {"prefilled", "busy"}
+    await service.reborn(internal, "decode-0", "server", pid)
+    await service.wait_idle(internal, LEASE_S + 2.0)
