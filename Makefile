@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) UV_PYTHON=$(BIN)/python UV_PYTHON_DOWNLOADS=never \
 	UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-120} $(BIN)/uv sync --locked --inexact
 
-.PHONY: help serve test lint format docs sim bench install install-dev clean
+.PHONY: help serve test lint format docs crds sim bench install install-dev clean
 
 help: ## show this list
 	@echo "usage: make TARGET [PORT=$(PORT)] [PYTHON=$(PYTHON)]"
@@ -41,6 +41,9 @@ format: install-dev ## format the code and fix what ruff can fix
 
 docs: install-dev ## write the documentation that is generated from the code
 	$(BIN)/python -m kvferry_operator.api.reference > docs/manifest.md
+
+crds: install-dev ## write the CRDs that are generated from the manifest's types, into crds/ and the chart
+	$(BIN)/python -m kvferry_operator.api.crds crds charts/kvferry/files/crds
 
 sim: install-dev ## simulate SEEDS fault schedules of router, prefill and decode in one process
 	KVFERRY_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/simulation $(ARGS)

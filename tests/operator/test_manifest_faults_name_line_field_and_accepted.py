@@ -75,7 +75,7 @@ def test_every_fault_is_reported_in_one_go_in_the_order_of_lines() -> None:
         ({"spec__router__requestDeadline": "1 hour"}, 'got "1 hour" (string); accepts a duration from 1s to 24h'),
         ({"spec__router__requestDeadline": 600}, "got 600 (integer); accepts a duration from 1s to 24h"),
         ({"spec__model__name": "a b"}, 'spec.model.name: got "a b" (string); accepts a name of at most 128'),
-        ({"metadata__name": "a" * 41}, "accepts a name of at most 40 lower-case letters"),
+        ({"metadata__name": "a" * 64}, "accepts a name of at most 63 lower-case letters"),
         ({"metadata__name": "demo\n"}, 'metadata.name: got "demo\\n" (string)'),
         ({"spec__engine": {"kvMemory": "1Pi"}}, "spec.engine.kvMemory: got "),
         ({"spec__engine": {"kvMemory": 0}}, "spec.engine.kvMemory: got 0 (integer); accepts a number of bytes"),

@@ -81,6 +81,9 @@ def test_seconds_are_written_short(seconds: float, text: str) -> None:
         ("/models/a b.gguf", ModelSource(kind="path", name="/models/a b.gguf")),
         ("~/m", ModelSource(kind="path", name="~/m")),
         ("toy", ModelSource(kind="toy", name="")),
+        ("pvc://claim", ModelSource(kind="pvc", name="claim")),
+        ("pvc://claim/a/b.gguf", ModelSource(kind="pvc", name="claim", inside="a/b.gguf")),
+        ("image://registry:5000/a/b@sha256:0f", ModelSource(kind="image", name="registry:5000/a/b@sha256:0f")),
         ("toy:vocab=512,ctx=64", ModelSource(kind="toy", name="vocab=512,ctx=64")),
     ],
 )
@@ -91,7 +94,23 @@ def test_sources_are_told_apart(text: str, source: ModelSource) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "name", "a/b/c", "demo:", "demo:../x", "s3://a/b", "org/../x", "a/b@", "./a\n", "hf://"]
+    "text",
+    [
+        "",
+        "name",
+        "a/b/c",
+        "demo:",
+        "demo:../x",
+        "s3://a/b",
+        "org/../x",
+        "a/b@",
+        "./a\n",
+        "hf://",
+        "pvc://",
+        "pvc://a-/b",
+        "pvc://a/../b",
+        "image://",
+    ],
 )
 def test_other_sources_are_refused(text: str) -> None:
     """A source of no known form is refused with the forms that are known."""

@@ -12,17 +12,21 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
 from kvferry_operator.api.quantities import (
+    BYTES_PATTERN,
     DURATION_PATTERN,
+    MAX_TEXT,
     QUANTITY_PATTERN,
     parse_bytes,
     parse_duration,
     parse_quantity,
 )
 from kvferry_operator.api.source import ACCEPTS as SOURCE_ACCEPTS
-from kvferry_operator.api.source import MAX_SOURCE, parse_source
+from kvferry_operator.api.source import MAX_SOURCE, SOURCE_PATTERN, parse_source
 
 ACCEPTS = "x-accepts"
 KEY_ACCEPTS = "x-accepts-key"  # the same for the keys of a mapping
+KEY_PATTERN = "x-pattern-key"  # and the pattern of those keys
+CEL = "x-cel"  # what an API server evaluates in place of (or beside) a pattern, so that it answers in words
 SECRET = "x-secret"  # noqa: S105 - the name of a schema keyword: a fault shows no value of such a field
 RULE = "rule"
 
@@ -72,23 +76,31 @@ def _checked_source(value: str) -> str:
     return value
 
 
-def _quantity(accepts: str) -> dict[str, Any]:
+def _quantity(accepts: str, pattern: str, least: int) -> dict[str, Any]:
     return {
         "anyOf": [{"type": "integer"}, {"type": "string"}],
         "x-kubernetes-int-or-string": True,
-        "pattern": QUANTITY_PATTERN,
+        "pattern": pattern,
+        "maxLength": MAX_TEXT,
+        "minimum": least,
         ACCEPTS: accepts,
     }
 
 
-def map_schema(value: dict[str, Any], key_accepts: str, most: int) -> WithJsonSchema:
+def map_schema(value: dict[str, Any], key_accepts: str, key_pattern: str, most: int) -> WithJsonSchema:
     """The schema of a mapping: CRDs know no patterns for keys, so that keys are checked here and said in words."""
     return WithJsonSchema(
-        {"type": "object", "additionalProperties": value, "maxProperties": most, KEY_ACCEPTS: key_accepts}
+        {
+            "type": "object",
+            "additionalProperties": value,
+            "maxProperties": most,
+            KEY_ACCEPTS: key_accepts,
+            KEY_PATTERN: key_pattern,
+        }
     )
 
 
-_QUANTITY_SCHEMA = _quantity("a quantity such as 2, 500m or 4Gi")
+_QUANTITY_SCHEMA = _quantity("a quantity such as 2, 500m or 4Gi", QUANTITY_PATTERN, 0)
 Quantity = Annotated[
     str,
     BeforeValidator(_number_to_text),
@@ -99,12 +111,16 @@ Bytes = Annotated[
     str,
     BeforeValidator(_number_to_text),
     AfterValidator(_checked_bytes),
-    WithJsonSchema(_quantity("a number of bytes such as 512Mi or 2Gi")),
+    WithJsonSchema(_quantity("a number of bytes such as 512Mi or 2Gi", BYTES_PATTERN, 1)),
 ]
 Source = Annotated[
     str,
     AfterValidator(_checked_source),
-    Field(min_length=1, max_length=MAX_SOURCE, json_schema_extra={ACCEPTS: SOURCE_ACCEPTS}),
+    Field(
+        min_length=1,
+        max_length=MAX_SOURCE,
+        json_schema_extra={ACCEPTS: SOURCE_ACCEPTS, CEL: f"self.matches(r'{SOURCE_PATTERN}')"},
+    ),
 ]
 
 
@@ -122,6 +138,12 @@ def _duration_schema(least: str, most: str) -> WithJsonSchema:
         {
             "type": "string",
             "pattern": DURATION_PATTERN,
+            "maxLength": MAX_TEXT,
+            # The pattern goes first: what it refuses is no duration to CEL either.
+            CEL: (
+                f"self.matches(r'{DURATION_PATTERN}') && duration(self) >= duration('{least}')"
+                f" && duration(self) <= duration('{most}')"
+            ),
             ACCEPTS: f"a duration from {least} to {most}, such as 15s, 2m or 1m30s",
         }
     )
@@ -147,6 +169,7 @@ Labels = Annotated[
     map_schema(
         {"type": "string", "pattern": LABEL_VALUE, "maxLength": 63, ACCEPTS: _LABEL_VALUE_ACCEPTS},
         _LABEL_KEY_ACCEPTS,
+        LABEL_KEY,
         64,
     ),
 ]
@@ -154,14 +177,15 @@ AnnotationValue = Annotated[str, Field(max_length=65536)]
 Annotations = Annotated[
     dict[LabelKey, AnnotationValue],
     Field(max_length=64),
-    map_schema({"type": "string", "maxLength": 65536}, _LABEL_KEY_ACCEPTS, 64),
+    map_schema({"type": "string", "maxLength": 65536}, _LABEL_KEY_ACCEPTS, LABEL_KEY, 64),
 ]
 _RESOURCE_ACCEPTS = "a resource's name such as cpu, memory or nvidia.com/gpu"
-ResourceName = Annotated[
-    str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
-]
+_RESOURCE_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+ResourceName = Annotated[str, Field(pattern=_RESOURCE_NAME, max_length=253)]
 ResourceMap = Annotated[
-    dict[ResourceName, Quantity], Field(max_length=16), map_schema(_QUANTITY_SCHEMA, _RESOURCE_ACCEPTS, 16)
+    dict[ResourceName, Quantity],
+    Field(max_length=16),
+    map_schema(_QUANTITY_SCHEMA, _RESOURCE_ACCEPTS, _RESOURCE_NAME, 16),
 ]
 DnsName = Annotated[
     str,
@@ -172,3 +196,10 @@ DnsName = Annotated[
         json_schema_extra={ACCEPTS: "a name of at most 63 lower-case letters, digits and '-'"},
     ),
 ]
+
+
+class SecretReference(ManifestModel):
+    """Names a Secret of the service's namespace."""
+
+    name: DnsName
+    """The Secret's name."""

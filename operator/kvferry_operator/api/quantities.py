@@ -4,6 +4,8 @@ import re
 from fractions import Fraction
 
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$"
+# Positive, and a fraction only with a unit. Whether it is a whole number of bytes only `parse_bytes` knows.
+BYTES_PATTERN = r"^([0-9]*[1-9][0-9]*|([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(k|M|G|T|Ki|Mi|Gi|Ti))$"
 DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
 
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?", re.ASCII)

@@ -13,18 +13,18 @@ from kvferry_operator.api.base import (
     Labels,
     LeaseDuration,
     ManifestModel,
-    RequestDuration,
+    SecretReference,
     Source,
     raise_broken,
 )
 from kvferry_operator.api.pods import PodSettings
+from kvferry_operator.api.router import Router
 
 API_VERSION = "serving.kvferry.dev/v1alpha1"
 KIND = "InferenceService"
 MAX_REPLICAS = 64
 
 EngineRoleName = Literal["prefill", "decode"]
-Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class Metadata(ManifestModel):
@@ -35,9 +35,9 @@ class Metadata(ManifestModel):
         Field(
             pattern=DNS_LABEL,
             min_length=1,
-            max_length=40,
+            max_length=63,
             json_schema_extra={
-                ACCEPTS: "a name of at most 40 lower-case letters, digits and '-', a letter or digit at both ends"
+                ACCEPTS: "a name of at most 63 lower-case letters, digits and '-', a letter or digit at both ends"
             },
         ),
     ]
@@ -69,8 +69,16 @@ class Model(ManifestModel):
 
     source: Source
     """Where the model comes from: `demo:smollm2` (a small model that needs no account), a hub id (`org/name` or
-    `hf://org/name@revision`), a local folder or GGUF file (`./model`, taken from the manifest's folder), or
-    `toy:` (a model for tests that computes exact integers)."""
+    `hf://org/name@revision`), a local folder or GGUF file (`./model`, taken from the manifest's folder; on one machine
+    only), a volume or image of a cluster (`pvc://CLAIM/PATH`, `image://REFERENCE`), or `toy:` (a model for tests that
+    computes exact integers)."""
+
+    size: Bytes | None = None
+    """Bytes of the model's files, such as `14Gi`: on Kubernetes the size of the volume that they are fetched into, and
+    what memory is asked for where `resources` says nothing. Absent: known for demo models, else no memory is asked."""
+
+    token_secret_ref: SecretReference | None = None
+    """On Kubernetes: the Secret whose entry `token` opens a gated model. Only the container that fetches holds it."""
 
 
 class EngineSettings(ManifestModel):
@@ -135,81 +143,6 @@ class EngineRole(PodSettings):
 
     engine: EngineSettings = EngineSettings()
     """Engine settings of this pool; they win over `spec.engine`."""
-
-
-class SecretReference(ManifestModel):
-    """Names a Secret of the service's namespace."""
-
-    name: DnsName
-    """The Secret's name."""
-
-
-class ApiKeys(ManifestModel):
-    """Where the router finds the API keys of its clients: a Secret on Kubernetes, a file on one machine."""
-
-    secret_ref: SecretReference | None = None
-    """The Secret that holds the keys, one client per entry."""
-
-    keys_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """For `kvferry up`: a file with one `client:digest` per line, the digest being the SHA-256 (hex) of the client's
-    key. A relative path is taken from the manifest's folder."""
-
-    @model_validator(mode="after")
-    def _rules(self) -> "ApiKeys":
-        if self.secret_ref is None and self.keys_file is None:
-            raise_broken([("", "empty; accepts secretRef, keysFile or both")])
-        return self
-
-
-class Disaggregation(ManifestModel):
-    """When a prompt is computed by a prefill pod and its KV ferried to the decode pod."""
-
-    mode: Literal["auto", "always", "never"] = "auto"
-    """`auto` goes by the two thresholds; `always` and `never` leave them out."""
-
-    min_uncached_tokens: Annotated[int, Field(ge=0, le=2**24)] | None = None
-    """`auto`: a prompt with fewer tokens to compute stays on the decode pod. Absent: the router's default."""
-
-    max_cached_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """`auto`: a prompt of which the decode pod holds more than this share stays there. Absent: the router's default."""
-
-    @model_validator(mode="after")
-    def _rules(self) -> "Disaggregation":
-        thresholds = (("minUncachedTokens", self.min_uncached_tokens), ("maxCachedShare", self.max_cached_share))
-        if self.mode != "auto":
-            told = f"mode is {self.mode}, which uses no threshold; accepts it with mode auto only"
-            raise_broken([(field, told) for field, value in thresholds if value is not None])
-        return self
-
-
-class Router(PodSettings):
-    """The router: the service's one endpoint."""
-
-    replicas: Annotated[int, Field(ge=1, le=16)] = 1
-    """Number of routers. `kvferry up` runs one."""
-
-    port: Port = 8000
-    """The endpoint's port; `kvferry up` binds it on 127.0.0.1 only."""
-
-    auth: Literal["none", "apiKeys"] = "apiKeys"
-    """Whether clients need an API key. `none` lets in everyone who reaches the port."""
-
-    api_keys: ApiKeys | None = None
-    """The clients' keys, for `auth: apiKeys`."""
-
-    disaggregation: Disaggregation = Disaggregation()
-    """When prefill pods are used."""
-
-    request_deadline: RequestDuration | None = None
-    """Time from accepting a request to the end of its answer. Absent: 600 s."""
-
-    @model_validator(mode="after")
-    def _rules(self) -> "Router":
-        if self.auth == "apiKeys" and self.api_keys is None:
-            raise_broken([("apiKeys", "missing; auth apiKeys (the default) needs it, auth none lets everyone in")])
-        if self.auth == "none" and self.api_keys is not None:
-            raise_broken([("apiKeys", "auth is none, which uses no keys; accepts it with auth apiKeys only")])
-        return self
 
 
 class Transfer(ManifestModel):

@@ -28,6 +28,10 @@ STAND_INS: dict[tuple[str, ...], Any] = {
     ("spec", "decode"): {},
     ("spec", "router"): {"auth": "none"},
     ("secretRef", "name"): "x",
+    ("tokenSecretRef", "name"): "x",
+    ("tlsSecretRef", "name"): "x",
+    ("ingress", "host"): "x",
+    ("httpRoute", "gateway"): "x",
     ("router", "auth"): "none",
     ("router", "apiKeys"): {"keysFile": "x"},
     ("env", "name"): "KVFERRY_STAND_IN_",
@@ -35,7 +39,7 @@ STAND_INS: dict[tuple[str, ...], Any] = {
     ("topologySpreadConstraints", "topologyKey"): "x",
 }
 
-OPTIONAL = {"apiKeys"}  # of those: taken away where given
+OPTIONAL = {"apiKeys"}  # of those: taken away where given and not wanted
 # Fields that say nothing without the one that is wrong: they go with it.
 FOLLOWERS: dict[tuple[str, ...], str] = {("router", "auth"): "apiKeys"}
 
@@ -82,7 +86,8 @@ def _neutralize(data: Any, path: Path) -> None:
     names = tuple(part for part in path if isinstance(part, str))
     stand_in = STAND_INS.get(names) if len(names) == 1 else STAND_INS.get(names[-2:])
     present = path[-1] in holder
-    if stand_in is not None and not (present and names[-1] in OPTIONAL):
+    unwanted = present and names[-1] in OPTIONAL and holder.get("auth") == "none"
+    if stand_in is not None and not unwanted:
         # A name is made unique, or two stand-ins would break the rule against names given twice.
         holder[path[-1]] = f"{stand_in}{path[-2]}" if names[-2:] == ("env", "name") else copy.deepcopy(stand_in)
     elif present:

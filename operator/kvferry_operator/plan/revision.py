@@ -45,6 +45,8 @@ OTHER_FIELDS: dict[str, str] = {
         )
     },
     "router": "the router computes no KV",
+    "model.size": "sizes the pod, not what it computes",
+    "model.tokenSecretRef": "how the same weights are got",
 }
 
 

@@ -1,7 +1,8 @@
 """The command line, ports and environment of the router."""
 
 from kvferry_operator.api.quantities import format_seconds, parse_duration
-from kvferry_operator.api.service import InferenceService, Router
+from kvferry_operator.api.router import Router
+from kvferry_operator.api.service import InferenceService
 from kvferry_operator.plan.pods import Argument, PodPlan, PortPlan, Slot
 from kvferry_wire.limits import DEFAULT_LIMITS
 
