@@ -108,7 +108,7 @@ class Launcher:
         if (task := self._probes.pop(name, None)) is not None:
             task.cancel()
         ran = self._loop.time() - self._started_at[name]
-        told = f"{why} after {ran:.1f} s"
+        told = f"{why} after running {ran:.1f} s"
         self._perform(self._supervisor.exited(name, attempt, told, self._loop.time(), hopeless=code == HOPELESS_EXIT))
 
     def _on_line(self, name: str, line: str) -> None:
