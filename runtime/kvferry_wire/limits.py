@@ -67,6 +67,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     pulls: int = 1024  # legs whose lease is held or whose KV is pulled, in one decode engine
     peers: int = 256  # other engines known to one decode engine
     transfers: int = 4  # pulls in flight in one decode engine
+    room_wait_s: float = 5.0  # legs that wait for blocks while nothing moves give their leases up after this
     peer_ttl_s: float = 300.0  # an idle peer's connection and handshake are forgotten
     reply_memory: int = 4096  # answers to `Release` kept for repeats
 

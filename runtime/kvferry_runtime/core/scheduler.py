@@ -9,6 +9,9 @@ The policy, first come first served (by the leg's arrival):
 2. If nothing was preempted: waiting sequences. Those that hold ferried blocks come first; then by arrival, each only
    if the whole of it fits (input and emitted ids, and a watermark when it joins others). The first that does not fit
    stops admission, so that none is overtaken for ever. Sequences that wait for a transfer slot stop only each other.
+3. When nothing has moved for ``Limits.room_wait_s`` (no row, no transfer), the blocks are with leases whose readers may
+   wait for room just as this engine does, and on it: sequences that wait to pull give up their own leases, so that no
+   two engines wait for each other. They compute their KV when there is room.
 """
 
 import bisect
@@ -21,6 +24,8 @@ from kvferry_runtime.core.leg import LiveLeg
 from kvferry_runtime.core.messages import DropLease, EngineEffect, StartPull
 from kvferry_runtime.core.plan import Pick, Row
 from kvferry_runtime.core.sequence import Event, Sequence, State
+
+NO_ROOM = "no_room"  # of `transfer.reasons.RecomputeReason`
 
 
 @dataclass(slots=True)
@@ -47,6 +52,7 @@ class Scheduler:
         self.remote: list[Sequence] = []  # by arrival
         self.pulling: list[Sequence] = []
         self.preemptions = 0
+        self._stuck_since: float | None = None
 
     # ---- sequences come, go and change ----
 
@@ -120,6 +126,7 @@ class Scheduler:
         self._schedule_running(step)
         if not step.preempted and self._admit_ready(step):
             self._admit_by_arrival(step, now)
+        self._give_way(step, now)
         return step.rows, step.planned, step.effects
 
     def _schedule_running(self, step: _Step) -> None:
@@ -205,6 +212,19 @@ class Scheduler:
             sequence.leg.cached_tokens = min(sequence.computed, sequence.leg.prompt_len)
         self._run(sequence, step)
         return True
+
+    def _give_way(self, step: _Step, now: float) -> None:
+        """Rule 3."""
+        if step.rows or self._kv.pulls or not self.remote:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since >= self._config.limits.room_wait_s:
+            self._stuck_since = None
+            for sequence in tuple(self.remote):
+                sequence.leg.recomputed = NO_ROOM
+                self.go_local(sequence)
+                step.effects.append(DropLease(key=sequence.leg.key, reason=NO_ROOM))
 
     def _spare(self) -> int:
         """Blocks to leave free: the watermark, when a sequence joins others."""

@@ -9,6 +9,7 @@ from kvferry_runtime.core.messages import (
     EngineEffect,
     FailOut,
     HoldLease,
+    LeaseEnded,
     PullFinished,
     StartPull,
     StopChoice,
@@ -36,6 +37,14 @@ def start(driver: Driver, *submits: Submit) -> list[StartPull]:
 
 def done(submit: Submit, reason: str = "") -> PullFinished:
     return PullFinished(key=submit.key, reason=reason)
+
+
+def lease_all(driver: Driver, *, but: int) -> None:
+    """Leases on all blocks but a few, whose readers are elsewhere."""
+    tokens = (driver.core.load().free_blocks - but) * 4 - 1
+    driver.send(make_submit("leased", tokens, kind="prefill"))
+    driver.run()
+    assert driver.core.load().free_blocks == but
 
 
 def fill(driver: Driver, *, but: int) -> None:
@@ -350,3 +359,36 @@ def test_a_key_is_taken_while_a_transfer_of_it_still_writes() -> None:
     assert refused.kind == "invalid"
     driver.send(done(submit, "cancelled"))
     assert of(driver.send(submit), HoldLease)
+
+
+def test_a_leg_that_only_leases_keep_from_its_blocks_gives_its_own_lease_up() -> None:
+    """Two engines that lease to each other and have no room left do not wait for each other until a deadline."""
+    limits = msgspec.structs.replace(DEFAULT_LIMITS, lease_share=1.0, room_wait_s=5.0)
+    driver = make_driver(limits=limits)
+    lease_all(driver, but=2)
+    submit = make_ferried("r", 10)
+    driver.send(submit)
+    assert driver.step() == []
+    driver.now = 4.99
+    assert driver.step() == []
+    driver.now = 5.0
+    assert driver.step() == [DropLease(key=submit.key, reason="no_room")]
+    assert driver.step() == []
+    driver.send(LeaseEnded(lease_id=1, why="released"))
+    outputs = of(driver.run(), TokensOut)
+    assert [ids for output in outputs for ids in output.ids] == [10_011, 10_012, 10_013]
+    assert outputs[0].recomputed == "no_room"
+    assert_at_rest(driver.core)
+
+
+def test_a_leg_waits_for_blocks_as_long_as_something_moves() -> None:
+    """Steps of others, however long they take, are no reason to give KV up that is there already."""
+    driver = make_driver(limits=msgspec.structs.replace(DEFAULT_LIMITS, room_wait_s=5.0))
+    fill(driver, but=1)
+    submit = make_ferried("r", 10)
+    driver.send(submit)
+    driver.now = 100.0
+    driver.step()
+    driver.now = 200.0
+    assert of(driver.run(), StartPull, DropLease) != []
+    assert not of(driver.effects, DropLease)
