@@ -174,6 +174,9 @@ class RequestFlow:
     # ---- start and choice of pods ------------------------------------------------------------------------------
 
     def _start(self, event: Start, now: float, out: list[Effect]) -> None:
+        if now >= self._deadline_at:  # it waited its time away
+            self._fail(failures.DEADLINE, now, out)
+            return
         self._decode_choice = event.decode
         self._book("decode", event.decode, out, computes=event.prefill is None)
         if event.prefill is None:
