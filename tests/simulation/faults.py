@@ -36,6 +36,13 @@ class Faults:
 
     crash_prefill = crash
 
+    def engine_dies(self, fault: Fault) -> None:
+        """The engine's process alone: the server says so to every leg, and starts another one."""
+        pod = self._fabric.pods[fault.target]
+        if pod.process.up and not pod.process.paused:
+            pod.lose_engine()
+            self._after(fault.seconds, pod.restart)
+
     def pause(self, fault: Fault) -> None:
         process = self._process(fault.target)
         if process.up and not process.paused:

@@ -86,6 +86,6 @@ def check_router(router: "Router") -> None:
         if state.emitted != answer.ids[: len(state.emitted)]:
             raise Violation("wrong_token", f"choice {choice}: {state.emitted} recorded, right is {answer.ids}", name)
     if served.records and router.pauses == 0:
-        late = served.records[0].ended_at - served.records[0].accepted_at - limits.request_deadline_s
+        late = served.records[0].ended_at - served.records[0].accepted_at - served.request.deadline_s
         if late > 0.01:
             raise Violation("late", f"ended {late:.3f} s after its deadline", name)

@@ -76,6 +76,7 @@ class Pod:
             hash_key=KEYS.hash,
             kv_key=KEYS.kv or b"",
             limits=limits,
+            prefix_caching=setup.prefix_caching,
             vocab_size=SPEC.vocab,
         )
         self.slow_until = 0.0
@@ -112,6 +113,12 @@ class Pod:
         self.preemptions += self.core.preemptions
         self.process.die()
         self.fabric.cut_streams(self.name)
+
+    def lose_engine(self) -> None:
+        self.preemptions += self.core.preemptions
+        self.server.fail_all("the engine failed")
+        self.fabric.cut_streams(self.name, "data")
+        self.process.die()
 
     def restart(self) -> None:
         if not self.process.up:
@@ -162,10 +169,22 @@ class Pod:
     def _step_done(self, plan: StepPlan, result: StepResult | None) -> None:
         self._busy = False
         self.touched = True
+        if self._rng.random() < self.fabric.profile.failing_steps and self.world.now < self.world.faulty_until:
+            self._abandon(plan)
+            return
         self.process.log("", f"step {plan.number}: {plan.tokens} tokens, {len(plan.rows)} rows, {plan.copies}")
         self._route(self.core.commit(plan, result or self.runner.step(plan), self.process.now))
         if plan.copies:
             self.world.count("forks", len(plan.copies))
+        self._publish()
+        self._wake()
+
+    def _abandon(self, plan: StepPlan) -> None:
+        """The step fails, after it wrote some of what it was to write."""
+        self.world.count("steps_failed")
+        self.process.log("", f"step {plan.number} fails")
+        self.memory.spoil(plan, self._rng)
+        self._route(self.core.abandon(plan, "the step failed"))
         self._publish()
         self._wake()
 
@@ -261,7 +280,7 @@ class Pod:
 
     def _beat(self) -> None:
         if not self._busy:
-            self._ticks += 1
+            self._turn()  # an idle loop turns as well
         self.server.alive(self._ticks)
         self._publish()
         self.process.soon(self.limits.alive_interval_s / self.process.clock.rate, self._beat)

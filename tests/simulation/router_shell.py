@@ -77,6 +77,7 @@ class Router:
         self._feeds = {name: StateFeed(limits) for name in fabric.pods}
         for feed in self._feeds.values():
             feed.start(self.process.now)
+        self._ready = dict.fromkeys(fabric.pods, True)  # as of the last look
         fabric.router = self
         self._tick_feeds()
 
@@ -92,7 +93,7 @@ class Router:
             self._begin(served)
         elif answer == "wait":
             served.timer = Timer(self.process, lambda: self._waited_too_long(served))
-            served.timer.set(self.process.now + self.limits.queue_wait_s)
+            served.timer.set(self.process.now + min(self.limits.queue_wait_s, request.deadline_s))
         else:
             self._refuse(served, failures.QUEUE_FULL)
 
@@ -149,8 +150,7 @@ class Router:
             ),
             extras=extras,
         )
-        deadline_s = self.limits.request_deadline_s
-        served.flow = RequestFlow(leg, self.limits, deadline_s=deadline_s, accepted_at=served.accepted_at)
+        served.flow = RequestFlow(leg, self.limits, deadline_s=request.deadline_s, accepted_at=served.accepted_at)
         served.timer = Timer(self.process, lambda: self._feed(served, messages.Tick()))
         self._feed(served, messages.Start(decision.prefill, decision.decode))
 
@@ -175,7 +175,7 @@ class Router:
                     max_running=pod.setup.max_running,
                     max_model_len=pod.config.max_model_len,
                     kv_bytes_per_token=16,
-                    ready=pod.process.up,
+                    ready=self._ready[name],
                     draining=False,
                     cached_blocks=served.cached.get(name, 0) if fresh else 0,
                     load=feed.load if fresh else None,
@@ -310,6 +310,8 @@ class Router:
     def _tick_feeds(self) -> None:
         for name, feed in self._feeds.items():
             self._apply(name, feed.tick(self.process.now))
+            process = self.fabric.pods[name].process
+            self._ready[name] = process.up and not process.paused
         self.process.soon(_FEED_TICK_S, self._tick_feeds)
 
     def _apply(self, pod: str, effects: list[FeedEffect]) -> None:

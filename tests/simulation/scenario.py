@@ -36,6 +36,7 @@ LIMITS = msgspec.structs.replace(
     transfer_min_bytes_per_s=150,
     transfers=2,
     peer_ttl_s=10.0,
+    room_wait_s=1.0,
     connect_timeout_s=0.5,
     queue_wait_s=3.0,
     inflight=6,
@@ -54,6 +55,7 @@ class Request:
     sampling: Sampling
     stream: bool
     salt: bytes
+    deadline_s: float = DEADLINE_S
     leaves_at: float | None = None
     leaves_after: int | None = None
 
@@ -70,6 +72,7 @@ class PodSetup:
     blocks: int  # usable ones
     token_budget: int
     max_running: int
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,11 @@ class Profile:
     transfer_floor_s: float = 1.0
     longest_prompt: int = 40
     spread: float = 0.0  # seconds within which most requests come; 0: by chance
-    opposed: bool = False  # the owner's clock runs fast and the reader's slow, and the owner decodes as well
+    hurried: float = 0.0  # share of requests with a deadline that is hard to meet
+    failing_steps: float = 0.0  # share of steps that cannot be computed
+    wild: bool = False  # sizes at the edge of what works: one token a step, one sequence at a time, four choices
+    shape: tuple[Role, ...] = ()  # roles of the pods; none: by chance
+    opposed: bool = False  # decode's clocks run slow and all others fast, as far as drift goes
     forged: float = 0.0  # share of handles that are swapped for another request's, or changed
     slow_data: float = 0.0  # seconds between two blocks on the data plane, at most
     requests: tuple[int, int] = (6, 14)
@@ -110,6 +117,12 @@ class Profile:
     def prompt_cancel(self) -> bool:
         """Whether nothing keeps pods from hearing at once of a client that leaves."""
         return not self.kinds and self.http == GOOD and self.control == GOOD
+
+    @property
+    def answers_all(self) -> bool:
+        """Whether nothing keeps the service from answering whom it takes: KV may be lost or late, requests not."""
+        harmless = {"reset_cache", "part_control"}
+        return self.http == GOOD and set(self.kinds) <= harmless and not self.hurried and not self.failing_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +136,17 @@ class Scenario:
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
     min_prefill_tokens: int
+    transfers: int = 2
     drift: dict[str, float] = field(default_factory=dict)
 
     @property
     def limits(self) -> Limits:
         profile = self.profile
         return msgspec.structs.replace(
-            LIMITS, lease_share=profile.lease_share, transfer_floor_s=profile.transfer_floor_s
+            LIMITS,
+            lease_share=profile.lease_share,
+            transfer_floor_s=profile.transfer_floor_s,
+            transfers=self.transfers,
         )
 
     def without_request(self, name: str) -> "Scenario":
@@ -159,6 +176,29 @@ PROFILES = (
     Profile("forged", forged=0.5),
     Profile("cut", kinds=("cut_streams",), faults=(2, 6), slow_data=0.2),
     Profile("restless", kinds=("reset_cache", "drain", "slow_steps"), faults=(1, 4), blocks=(10, 24)),
+    Profile("hurried", hurried=0.6, blocks=(12, 24), slow_data=0.2, kinds=("slow_steps",), faults=(0, 1), drift=0.2),
+    Profile("wild", wild=True, blocks=(5, 20), lease_share=0.7, slow_data=0.1, leaving=0.2),
+    Profile(
+        "wild_and_cut",
+        wild=True,
+        blocks=(5, 20),
+        lease_share=1.0,
+        slow_data=0.2,
+        hurried=0.1,
+        kinds=("cut_streams", "reset_cache", "pause"),
+        faults=(1, 4),
+        control=_LOSSY,
+    ),
+    # Two engines that lease to each other have room for little else.
+    Profile("facing", shape=("both", "both"), blocks=(8, 14), lease_share=0.8, spread=0.2, requests=(8, 14)),
+    Profile(
+        "failing",
+        failing_steps=0.02,
+        kinds=("engine_dies",),
+        faults=(0, 3),
+        blocks=(12, 40),
+        slow_data=0.1,
+    ),
     # Leases end early by the owner's clock while their bytes are still on the way, and their blocks are taken at once.
     Profile(
         "stale",
@@ -172,6 +212,7 @@ PROFILES = (
         requests=(20, 26),
         longest_prompt=16,
         drift=0.2,
+        shape=("both", "decode"),
         opposed=True,
         spread=4.5,
     ),
@@ -213,6 +254,7 @@ def make_scenario(seed: int, profile_name: str | None = None) -> Scenario:
         requests=_make_requests(rng, profile, max_model_len, spread),
         faults=_make_faults(rng, profile, names, spread),
         min_prefill_tokens=8 if profile.opposed else rng.choice((1, 1, 1, 8)),
+        transfers=rng.randint(1, 4) if profile.wild else 2,
         drift=_make_drift(rng, profile, names),
     )
 
@@ -225,17 +267,18 @@ def _make_drift(rng: random.Random, profile: Profile, pods: list[str]) -> dict[s
 
 
 def _make_pods(rng: random.Random, profile: Profile) -> tuple[PodSetup, ...]:
-    shape: tuple[Role, ...] = ("prefill", "decode")
-    if profile.opposed:
-        shape = ("both", "decode")
-    else:
-        shape = rng.choice((*(shape,) * 4, ("prefill", "prefill", "decode", "decode"), ("both", "both")))
+    pair: tuple[Role, ...] = ("prefill", "decode")
+    shape = profile.shape or rng.choice((pair, pair, pair, pair, (*pair, *pair), ("both", "both")))
     pods = []
     for index, role in enumerate(shape):
         name = f"{role[0]}{index}"
         span = profile.decode_blocks if role == "decode" and profile.decode_blocks else profile.blocks
         blocks = rng.randint(*span)
-        pods.append(PodSetup(name, role, blocks, rng.choice((6, 16, 64)), rng.choice((2, 4, 8))))
+        if profile.wild:
+            budget, running = rng.choice((1, 3, 8, 64)), rng.randint(1, 8)
+            pods.append(PodSetup(name, role, blocks, budget, running, prefix_caching=rng.random() < 0.6))
+        else:
+            pods.append(PodSetup(name, role, blocks, rng.choice((6, 16, 64)), rng.choice((2, 4, 8))))
     return tuple(pods)
 
 
@@ -254,7 +297,7 @@ def _make_requests(rng: random.Random, profile: Profile, max_model_len: int, spr
             prompt = rng.choice(requests).prompt  # the very same prompt, perhaps of another tenant
         leaves = rng.random() < profile.leaving
         by_count = rng.random() < 0.3
-        n = rng.choice((1, 1, 1, 2, 3))
+        n = rng.choice((1, 2, 3, 4)) if profile.wild else rng.choice((1, 1, 1, 2, 3))
         requests.append(
             Request(
                 name=f"r{index}",
@@ -264,6 +307,7 @@ def _make_requests(rng: random.Random, profile: Profile, max_model_len: int, spr
                 sampling=_make_sampling(rng, prompt, max_model_len),
                 stream=rng.random() < 0.8,
                 salt=rng.choice(salts),
+                deadline_s=0.02 + 0.8 * rng.random() ** 2 if rng.random() < profile.hurried else DEADLINE_S,
                 leaves_at=0.5 * rng.random() ** 2 if leaves and not by_count else None,
                 leaves_after=rng.randint(1, 4) if leaves and by_count else None,
             )
@@ -307,6 +351,7 @@ def _make_faults(rng: random.Random, profile: Profile, pods: list[str], spread: 
         if kind == "pause" and rng.random() < 0.25:
             target = "router"
         seconds = {
+            "engine_dies": 0.2 + 0.5 * rng.random(),
             "crash": 0.2 + 3 * rng.random(),
             "part_control": 1.0 + 1.4 * rng.random(),
             "crash_prefill": 0.02 + 0.3 * rng.random(),

@@ -201,6 +201,12 @@ class ServerShell:
             self._over(served)
         self._pod.post_later(AbortLeg(key=key))
 
+    def fail_all(self, message: str) -> None:
+        """The engine is gone: every leg ends at once."""
+        for served in tuple(self.legs.values()):
+            self._send(served, Fail(kind="internal", message=message))
+            self._over(served)
+
     # ---- frames
 
     def _send(self, served: ServedLeg, frame: Frame) -> None:

@@ -34,6 +34,14 @@ class ToyMemory:
         content.frombytes(data)
         self.blocks[block][:] = content
 
+    def spoil(self, plan: StepPlan, rng: random.Random) -> None:
+        """Noise in some of the slots that the step was to write."""
+        for row in plan.rows:
+            for position in range(row.first, row.first + len(row.token_ids)):
+                if rng.random() < 0.5:
+                    slot = position % self.block_size
+                    self.blocks[row.table[position // self.block_size]][slot] = rng.getrandbits(64)
+
     @property
     def block_bytes(self) -> int:
         return 16 * self.block_size

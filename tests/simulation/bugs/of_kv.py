@@ -94,7 +94,7 @@ def block_order_is_swapped() -> Iterator[None]:
         yield
 
 
-@bug("slow", "two_writers", "wrong_token")
+@bug("wild", "two_writers", "wrong_token")
 def blocks_are_cached_before_they_are_computed() -> Iterator[None]:
     """A prompt's blocks enter the prefix cache when they are allocated."""
 

@@ -155,3 +155,10 @@ def older_incarnation_is_believed() -> Iterator[None]:
 
     with wrapped(LeaseTable, "_agrees", make):
         yield
+
+
+@bug("facing", "failed")
+def engines_wait_for_each_others_leases() -> Iterator[None]:
+    """Two engines that have leased all they have to each other wait for room until the deadline."""
+    with patch.object(Scheduler, "_give_way", lambda self, step, now: None):
+        yield
