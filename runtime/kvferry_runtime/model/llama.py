@@ -3,14 +3,15 @@
 Query, key and value are one product, gate and up another. Nothing of a sequence is kept here; all of it lies in KV.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from kvferry_runtime.attention.backend import AttentionBackend, AttentionBatch, AttentionStep
 from kvferry_runtime.exec.kv_memory import KVMemory
-from kvferry_runtime.layers.linear import Linear, LinearKind, PlainLinear, make_linear
+from kvferry_runtime.layers.embedding import make_embedding
+from kvferry_runtime.layers.linear import LinearKind, make_linear
 from kvferry_runtime.layers.mlp import GatedMLP
 from kvferry_runtime.layers.norm import RMSNorm
 from kvferry_runtime.layers.rope import interleave, inverse_frequencies, phases_at, rotate
@@ -86,7 +87,7 @@ class LlamaModel:
     Args:
         source: open weights; read tensor by tensor, each given up once it is in the form of ``kind``.
         dtype: float32 or bfloat16, of weights, activations and KV.
-        kind: the form of the layers' weights. The embedding stays row-major; tied, it is the output layer too.
+        kind: the form of the weights. A tied embedding is kept once, for reading and for the output layer.
 
     Raises:
         ModelError: a tensor that lacks, is unknown, or has another shape.
@@ -108,11 +109,13 @@ class LlamaModel:
         self._attention = attention
         with torch.inference_mode():
             self._inv_freq = inverse_frequencies(config.rope, config.head_dim, source.rope_factors())
-            self._embedding = source.read("model.embed_tokens.weight", dtype)
+            embedding = source.read("model.embed_tokens.weight", dtype)
+            self._embedding = make_embedding(embedding, kind, tied=config.tied_embeddings)
+            del embedding
             self._layers = list(self._read_layers(source, kind))
             self._norm = RMSNorm(source.read("model.norm.weight", dtype), config.norm_eps)
-            self._head: Linear = (
-                PlainLinear(self._embedding)
+            self._head: Callable[[Tensor], Tensor] = (
+                self._embedding.logits
                 if config.tied_embeddings
                 else make_linear(source.read("lm_head.weight", dtype), kind)
             )
@@ -138,7 +141,7 @@ class LlamaModel:
         """See ``Model.forward``."""
         attention = self._attention.begin(kv, batch)
         phases = phases_at(positions, self._inv_freq)
-        x = self._embedding.index_select(0, token_ids)
+        x = self._embedding.rows(token_ids)
         for layer in self._layers:
             x = layer.forward(x, phases, attention)
         return x

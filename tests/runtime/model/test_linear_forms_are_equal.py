@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from kvferry_runtime.layers import linear
+from kvferry_runtime.layers.embedding import make_embedding
 from kvferry_runtime.layers.linear import LinearKind, choose_linear, make_linear, packed_reason
 from kvferry_runtime.layers.norm import RMSNorm
 
 
 @pytest.mark.parametrize("kind", ["plain", "transposed", "packed"])
-@pytest.mark.parametrize("shape", [(1, 576, 960), (7, 33, 251), (32, 64, 3), (3, 1, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 576, 960), (7, 33, 251), (32, 64, 3), (3, 1, 5), (5, 24, 3077)], ids=str)
 def test_each_form_multiplies(kind: LinearKind, shape: tuple[int, int, int]) -> None:
     """Odd shapes, also with rows that are a slice of wider ones."""
     rows, inner, outer = shape
@@ -20,6 +21,21 @@ def test_each_form_multiplies(kind: LinearKind, shape: tuple[int, int, int]) -> 
         with torch.inference_mode():
             torch.testing.assert_close(layer(x), x @ weight.t(), atol=1e-4, rtol=1e-4)
     assert layer.nbytes == weight.nbytes
+
+
+@pytest.mark.parametrize("vocab", [251, 1537, 2048])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_tied_embedding_reads_and_multiplies_alike(vocab: int, rows: int) -> None:
+    """In both forms a token's row is the weight's, and the product is with all tokens and no padding."""
+    source = torch.Generator().manual_seed(0)
+    weight, x = torch.randn((vocab, 24), generator=source), torch.randn((rows, 24), generator=source)
+    ids = torch.randint(0, vocab, (40,), generator=source)
+    ids[:2] = torch.tensor([0, vocab - 1])
+    for kind in ("plain", "transposed", "packed"):
+        embedding = make_embedding(weight.clone(), kind, tied=True)
+        with torch.inference_mode():
+            assert torch.equal(embedding.rows(ids), weight[ids])
+            torch.testing.assert_close(embedding.logits(x), x @ weight.t(), atol=1e-4, rtol=1e-4)
 
 
 def test_the_choice_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

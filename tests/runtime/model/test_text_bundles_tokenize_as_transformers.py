@@ -1,6 +1,8 @@
 """A model's text bundle tokenizes as transformers does for the same files, and names what it lacks."""
 
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -213,3 +215,12 @@ def test_the_demo_model_tokenizes_as_its_publishers_tokenizer(demo_model: Path) 
     assert bundle.eos_token == "<|im_end|>"
     assert bundle.eos_token_ids == (2,)
     assert bundle.chat_template is not None
+
+
+def test_reading_a_models_text_needs_no_torch() -> None:
+    """Tools that only look at a model start quickly."""
+    code = (
+        "import sys; import kvferry_runtime.model.text, kvferry_runtime.model.folder, kvferry_runtime.model.fetch, "
+        "kvferry_runtime.model.toy_oracle; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

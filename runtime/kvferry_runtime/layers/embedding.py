@@ -1,0 +1,70 @@
+"""The token embedding, and the output layer where it shares the embedding's weight (tied): one copy serves both.
+
+Like the linear layers it is kept in the form that multiplies fastest. ``transposed`` keeps [panels, hidden, columns],
+in which a token is a column: reading one token costs a strided copy of ``hidden`` values, and the product with all
+tokens takes half the time of the row-major one at 4 to 8 rows (MKL on an Intel CPU).
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvferry_runtime.layers.linear import PANEL_COLUMNS, LinearKind, packed_reason
+
+
+class Embedding(Protocol):
+    """[vocab, hidden] as rows to read and as a matrix to multiply with."""
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden], of its own memory."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, vocab], where the output layer is tied."""
+        ...
+
+
+class RowMajorEmbedding:
+    """The weight [vocab, hidden] as it is."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._onednn = not packed_reason(weight.device.type, weight.dtype)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """See ``Embedding``."""
+        return self._weight.index_select(0, token_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Embedding``."""
+        if self._onednn and hidden.shape[0] > 1:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._weight, None, "none", [], "")
+            return out
+        return torch.nn.functional.linear(hidden, self._weight)
+
+
+class TransposedEmbedding:
+    """Panels of tokens, each a contiguous [hidden, columns]; the last one is padded with zeros."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._vocab, hidden = weight.shape
+        self._columns = -(-self._vocab // max(1, round(self._vocab / PANEL_COLUMNS)))
+        parts = torch.split(weight, self._columns)
+        self._panels = weight.new_zeros((len(parts), hidden, self._columns))
+        for panel, rows in zip(self._panels, parts, strict=True):
+            panel[:, : rows.shape[0]] = rows.t()
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """See ``Embedding``."""
+        return self._panels[token_ids // self._columns, :, token_ids % self._columns]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Embedding``."""
+        by_panel = torch.matmul(hidden, self._panels)  # [panels, R, columns]
+        return by_panel.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self._vocab]
+
+
+def make_embedding(weight: Tensor, kind: LinearKind, *, tied: bool) -> Embedding:
+    """An embedding that owns ``weight``. One that is only read stays row-major."""
+    return TransposedEmbedding(weight) if tied and kind == "transposed" else RowMajorEmbedding(weight)
