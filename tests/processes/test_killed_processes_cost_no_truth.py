@@ -7,6 +7,7 @@ import signal
 import aiohttp
 import pytest
 
+from tests.processes.asking import Ask
 from tests.processes.conftest import LEASE_S
 from tests.processes.traffic import Traffic
 from tests.support.service import Part, Pod, Service
@@ -23,6 +24,8 @@ async def killed(service: Service, session: aiohttp.ClientSession, seed: int, po
         await traffic.answered(5)
         await asyncio.sleep(source.uniform(0.0, 1.0))
         pid = service.signal(pod, part, signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        await without_it(service, pod, f"{pod} {part}")
         await service.reborn(session, pod, part, pid)
         before = len(traffic.answers)
         await traffic.answered(20)
@@ -30,6 +33,22 @@ async def killed(service: Service, session: aiohttp.ClientSession, seed: int, po
         assert "disaggregated" in later, later
     await service.wait_idle(session, SETTLE_S)
     return traffic
+
+
+async def without_it(service: Service, pod: Pod, mark: str) -> None:
+    """B116: while the only pod of a kind is gone, decode does the whole job, or the refusal is quick and clear."""
+    ask = Ask(f"Meanwhile, without {mark}: a prompt that is long enough for the way.", stream=False)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(service.url() + "/v1/completions", json=ask.body()) as response,
+    ):
+        document = await response.json()
+    if pod == "prefill-0":
+        assert response.headers["x-kvferry-path"] == "aggregated"
+        assert document["choices"][0]["text"] == ask.expected[0][0]
+    else:
+        assert (response.status, document["error"]["code"]) == (503, "unavailable")
+        assert int(response.headers["Retry-After"]) >= 1
 
 
 @pytest.mark.parametrize("part", ["server", "engine"])
