@@ -174,13 +174,16 @@ def refusals(value: Any, schema: dict[str, Any], place: str = "") -> Iterator[tu
     elif kind == "string":
         if len(value) > schema.get("maxLength", len(value)):
             yield place, "Too long"
-        for rule in schema.get("x-kubernetes-validations", ()):
-            if any(not re.search(pattern, value, re.ASCII) for pattern in MATCHES.findall(rule["rule"])):
-                yield place, rule["message"]
-            elif (bounds := DURATIONS.search(rule["rule"])) and not (
-                parse_duration(bounds[1]) <= parse_duration(value) <= parse_duration(bounds[2])
-            ):
-                yield place, rule["message"]
+        rules = schema.get("x-kubernetes-validations", ())
+        yield from ((place, rule["message"]) for rule in rules if not _fits(value, rule["rule"]))
+
+
+def _fits(value: str, rule: str) -> bool:
+    """Whether a text keeps a rule about its format."""
+    if any(not re.search(pattern, value, re.ASCII) for pattern in MATCHES.findall(rule)):
+        return False
+    bounds = DURATIONS.search(rule)
+    return bounds is None or parse_duration(bounds[1]) <= parse_duration(value) <= parse_duration(bounds[2])
 
 
 def _object_refusals(value: dict[str, Any], schema: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:

@@ -155,6 +155,8 @@ def test_the_users_environment_wins_and_the_router_gets_no_kv_key() -> None:
         ({"spec__decode__replicas": 0}, "spec.decode.replicas"),
         ({"spec__router": {"auth": "none", "replicas": 2}}, "spec.router.replicas"),
         ({"spec__router": {"apiKeys": {"secretRef": {"name": "keys"}}}}, "spec.router.apiKeys.keysFile"),
+        ({"spec__model__source": "pvc://claim/model"}, "spec.model.source"),
+        ({"spec__model__source": "image://registry/model:1"}, "spec.model.source"),
     ],
 )
 def test_what_one_machine_cannot_run_is_refused_there_only(changes: dict[str, object], field: str) -> None:

@@ -9,9 +9,7 @@ from kvferry_operator.api.base import ManifestModel
 
 LIST_MAP = "x-list-map"  # the key of a list's items, by which the API server merges them
 
-ConditionType = Literal[
-    "Ready", "Progressing", "PrefillReady", "DecodeReady", "RouterReady", "KVTransferEffective", "Applied"
-]
+ConditionType = Literal["Ready", "Progressing", "PrefillReady", "DecodeReady", "RouterReady", "KVTransferEffective"]
 ConditionStatus = Literal["True", "False", "Unknown"]
 Generation = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]

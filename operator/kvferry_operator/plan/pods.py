@@ -74,6 +74,7 @@ class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
     source: ModelSource
     revision: str
     pods: tuple[PodPlan, ...]
+    templates: tuple[PodPlan, ...]  # one pod of each role that the manifest names, also of one with no pods now
     port: int  # of the endpoint
     auth: Literal["none", "apiKeys"]
     api_keys_file: str | None  # as the manifest gives it

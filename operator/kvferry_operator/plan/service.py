@@ -23,24 +23,29 @@ def plan(service: InferenceService, observed: Observed) -> ServicePlan:
     if observed.cores is not None:
         _check_local(service)
     pods: list[PodPlan] = []
+    templates: list[PodPlan] = []
     notes: list[str] = []
     engines = spec.prefill_replicas + spec.decode.replicas
     pools: tuple[tuple[EngineRoleName, EngineRole | None], ...] = (("prefill", spec.prefill), ("decode", spec.decode))
     for role, pool in pools:
-        if pool is None or pool.replicas == 0:
+        if pool is None:
             continue
         role_threads, note = threads(pool, spec.engine_of(role), observed.cores, engines)
-        notes.append(f"{role}: {note}")
+        templates.append(engine_pod(spec, role, pool, 0, role_threads))
+        if pool.replicas > 0:
+            notes.append(f"{role}: {note}")
         pods += [engine_pod(spec, role, pool, index, role_threads) for index in range(pool.replicas)]
     if spec.prefill_replicas == 0:
         notes.append("no prefill pool: decode pods compute prompts themselves")
     keys = spec.router.api_keys
+    router = router_pod(service)
     return ServicePlan(
         name=service.metadata.name,
         model_name=spec.model.name,
         source=parse_source(spec.model.source),
         revision=revision(spec, observed.model_commit),
-        pods=(*pods, router_pod(service)),
+        pods=(*pods, router),
+        templates=(*templates, router),
         port=spec.router.port,
         auth=spec.router.auth,
         api_keys_file=None if keys is None else keys.keys_file,
@@ -55,6 +60,9 @@ def _check_local(service: InferenceService) -> None:
         faults.append("spec.decode.replicas: got 0; on one machine at least 1 decode pod must run")
     if router.replicas != 1:
         faults.append(f"spec.router.replicas: got {router.replicas}; one machine runs 1 router")
+    source = parse_source(service.spec.model.source)
+    if source.kind in ("pvc", "image"):
+        faults.append(f"spec.model.source: got {source}; on one machine a model is no volume or image of a cluster")
     if router.auth == "apiKeys" and (router.api_keys is None or router.api_keys.keys_file is None):
         faults.append("spec.router.apiKeys.keysFile: missing; on one machine API keys are read from a file")
     if faults:

@@ -1,0 +1,63 @@
+"""All objects of a service at its current revision, in the order in which they are best applied."""
+
+from collections.abc import Mapping
+
+from kvferry_operator.api.service import InferenceService
+from kvferry_operator.plan.manifests import engines, policies, router, services, support
+from kvferry_operator.plan.manifests.context import Context
+from kvferry_operator.plan.manifests.meta import Object
+from kvferry_operator.plan.models import fetched_folder
+from kvferry_operator.plan.pods import ServicePlan
+from kvferry_operator.plan.service import PlanError
+
+
+def check_cluster(service: InferenceService, plan: ServicePlan) -> None:
+    """Raise ``PlanError`` for what no cluster can run. The CRD has the same rules; objects older than it may not."""
+    faults: list[str] = []
+    if plan.source.kind == "path":
+        faults.append(f"spec.model.source: got {plan.source}, a path of one machine; a cluster has no such path")
+    keys = service.spec.router.api_keys
+    if plan.auth == "apiKeys" and (keys is None or keys.secret_ref is None):
+        faults.append("spec.router.apiKeys.secretRef: missing; on a cluster API keys are read from a Secret")
+    if faults:
+        raise PlanError("\n".join(faults))
+
+
+def objects(context: Context, replicas: Mapping[str, int], revisions: tuple[str, ...] = ()) -> tuple[Object, ...]:
+    """What is applied: everything but what is only ever created (the key Secret, role objects).
+
+    Args:
+        replicas: pods of each role at the current revision.
+        revisions: older ones of which pods still run; their flows stay open.
+
+    Raises:
+        PlanError: no cluster can run it.
+    """
+    owner, plan, spec = context.owner, context.plan, context.service.spec
+    check_cluster(context.service, plan)
+    fetches = fetched_folder(plan.source) is not None
+    made: list[Object] = [
+        support.engine_account(owner),
+        support.plan_notes(owner, plan, all_notes(context)),
+        *policies.policies(owner, context.settings, (plan.revision, *revisions), fetches=fetches),
+        *(services.pool_service(owner, pod) for pod in plan.templates if pod.role != "router"),
+        services.client_service(owner, spec.router),
+        *(support.budget(owner, pod.role) for pod in plan.templates),
+    ]
+    for pod in plan.templates:
+        pool = spec.prefill if pod.role == "prefill" else spec.decode
+        if pod.role == "router":
+            made.append(router.router_deployment(context, pod, replicas[pod.role]))
+        elif pool is not None:
+            made.append(engines.engine_deployment(context, pod, pool, replicas[pod.role]))
+    if spec.router.ingress is not None:
+        made.append(services.ingress(owner, spec.router.ingress, spec.router.port))
+    if spec.router.http_route is not None:
+        made.append(services.http_route(owner, spec.router.http_route, spec.router.port))
+    return tuple(made)
+
+
+def all_notes(context: Context) -> tuple[str, ...]:
+    """The plan's notes and those on resources."""
+    engine_pods = [pod for pod in context.plan.templates if pod.role != "router"]
+    return (*context.plan.notes, *(note for pod in engine_pods for note in engines.pool_resources(context, pod).notes))

@@ -1,0 +1,119 @@
+"""NetworkPolicies: nothing in or out, then each flow of the service by name.
+
+Clients reach the router; the router its engines; decode engines the KV ports of prefill engines of their own revision;
+monitoring the engines' metrics. Out go DNS and the API server for routers, DNS and the model store for pods that fetch.
+A policy knows pods, not containers: where the fetching container may reach the store, so may the engine beside it.
+"""
+
+from ipaddress import IPv4Network, IPv6Network
+
+from kvferry_operator.plan.manifests.meta import Object, Owner, make_object, selector
+from kvferry_operator.plan.manifests.names import ENGINE_ROLES, child
+from kvferry_operator.plan.manifests.settings import ClusterSettings
+
+HTTP, CONTROL, DATA, STATE = "http", "control", "data", "state"  # ports of containers by name
+DNS_PORT = 53
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+# Cloud metadata services answer here; no pod of ours asks them.
+LINK_LOCAL = {4: "169.254.0.0/16", 6: "fe80::/10"}
+EVERYWHERE = {4: str(IPv4Network((0, 0))), 6: str(IPv6Network((0, 0)))}
+
+
+def policies(owner: Owner, settings: ClusterSettings, revisions: tuple[str, ...], *, fetches: bool) -> list[Object]:
+    """All policies of a service.
+
+    Args:
+        revisions: of which pods run or are to run.
+        fetches: whether the engines' pods fetch their model.
+    """
+    if not settings.network_policies:
+        return []
+    return [
+        _policy(owner, "deny", selector(owner.name), ingress=[], egress=[]),
+        _router(owner, settings),
+        *(_engine(owner, role, settings, fetches=fetches) for role in ENGINE_ROLES),
+        *(policy for revision in revisions for policy in _kv(owner, revision)),
+    ]
+
+
+def _router(owner: Owner, settings: ClusterSettings) -> Object:
+    engines = [{"to": [_pods(owner, role) for role in ENGINE_ROLES], "ports": _ports(HTTP, STATE)}]
+    return _policy(
+        owner,
+        "router",
+        selector(owner.name, "router"),
+        ingress=[{"ports": _ports(HTTP)}],
+        egress=[*engines, _dns(settings), _outside(settings.api_server_ports)],
+    )
+
+
+def _engine(owner: Owner, role: str, settings: ClusterSettings, *, fetches: bool) -> Object:
+    ingress: list[Object] = [{"from": [_pods(owner, "router")], "ports": _ports(HTTP, STATE)}]
+    if settings.monitoring_namespaces:
+        watching = [_namespace(name) for name in settings.monitoring_namespaces]
+        ingress.append({"from": watching, "ports": _ports(HTTP)})
+    egress = [_dns(settings), _outside(settings.model_store_ports)] if fetches else []
+    return _policy(owner, role, selector(owner.name, role), ingress=ingress, egress=egress)
+
+
+def _kv(owner: Owner, revision: str) -> list[Object]:
+    """KV goes from prefill to decode of one revision; decode connects."""
+    ports = _ports(CONTROL, DATA)
+    prefill, decode = (selector(owner.name, role, revision) for role in ENGINE_ROLES)
+    return [
+        _policy(
+            owner,
+            f"prefill-{revision}",
+            prefill,
+            ingress=[{"from": [{"podSelector": {"matchLabels": decode}}], "ports": ports}],
+            revision=revision,
+        ),
+        _policy(
+            owner,
+            f"decode-{revision}",
+            decode,
+            egress=[{"to": [{"podSelector": {"matchLabels": prefill}}], "ports": ports}],
+            revision=revision,
+        ),
+    ]
+
+
+def _policy(
+    owner: Owner,
+    suffix: str,
+    chosen: dict[str, str],
+    *,
+    ingress: list[Object] | None = None,
+    egress: list[Object] | None = None,
+    revision: str | None = None,
+) -> Object:
+    spec: Object = {"podSelector": {"matchLabels": chosen}, "policyTypes": []}
+    for direction, rules in (("Ingress", ingress), ("Egress", egress)):
+        if rules is not None:
+            spec["policyTypes"].append(direction)
+            spec[direction.lower()] = rules
+    name = child(owner.name, suffix)
+    return make_object("networking.k8s.io/v1", "NetworkPolicy", name, owner, {"spec": spec}, revision=revision)
+
+
+def _ports(*names: str) -> list[Object]:
+    return [{"port": name, "protocol": "TCP"} for name in names]
+
+
+def _pods(owner: Owner, component: str) -> Object:
+    return {"podSelector": {"matchLabels": selector(owner.name, component)}}
+
+
+def _namespace(name: str) -> Object:
+    return {"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: name}}}
+
+
+def _dns(settings: ClusterSettings) -> Object:
+    ports = [{"port": DNS_PORT, "protocol": protocol} for protocol in ("UDP", "TCP")]
+    return {"to": [_namespace(settings.dns_namespace)], "ports": ports}
+
+
+def _outside(ports: tuple[int, ...]) -> Object:
+    """Everywhere but the metadata addresses, on a few ports."""
+    blocks = [{"ipBlock": {"cidr": EVERYWHERE[v], "except": [LINK_LOCAL[v]]}} for v in (4, 6)]
+    return {"to": blocks, "ports": [{"port": port, "protocol": "TCP"} for port in ports]}

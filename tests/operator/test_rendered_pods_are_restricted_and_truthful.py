@@ -1,0 +1,230 @@
+"""Every pod that is made: restricted, holding what it may hold and nothing else, with probes that tell the truth."""
+
+from typing import Any
+
+import pytest
+
+from kvferry_operator.plan.manifests.pod import KEYS_FOLDER
+from kvferry_operator.plan.manifests.router import API_KEYS_FOLDER
+from kvferry_operator.plan.manifests.settings import ClusterSettings
+from kvferry_operator.plan.models import DEMO_MODELS
+from kvferry_wire.limits import DEFAULT_LIMITS
+from tests.operator.cluster import DEMO, SETTINGS, container_of, make_objects, pod_of
+from tests.operator.pod_security import beyond, violations
+
+ROLES = ("prefill", "decode", "router")
+MANIFESTS: dict[str, dict[str, Any]] = {
+    "toy": {},
+    "demo": {"spec__model__source": DEMO, "metadata__name": "a" * 63},
+    "hub": {"spec__model": {"name": "m", "source": "org/m", "size": "3Gi", "tokenSecretRef": {"name": "hub"}}},
+    "pvc": {"spec__model__source": "pvc://claim/a/b"},
+    "image": {"spec__model__source": "image://registry/model:1"},
+    "keys": {"spec__router": {"apiKeys": {"secretRef": {"name": "clients"}}}},
+    "alone": {"spec__prefill": ...},
+    "full": {
+        "metadata__name": "7b",
+        "spec__decode": {
+            "nodeSelector": {"a": "b"},
+            "tolerations": [{"operator": "Exists"}],
+            "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {}}},
+            "topologySpreadConstraints": [{"topologyKey": "zone"}],
+            "priorityClassName": "high",
+            "labels": {"team": "x"},
+            "annotations": {"note": "y"},
+            "env": [{"name": "A", "value": "$(HOME) $$"}, {"name": "HOME", "value": "/models"}],
+            "image": "registry/other:2",
+            "resources": {"limits": {"cpu": 2, "memory": "4Gi"}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_every_pod_is_restricted(name: str) -> None:
+    """No pod breaks the standard `restricted`, whatever the manifest; and none asks for less than we demand."""
+    for made in make_objects(**MANIFESTS[name]):
+        if made["kind"] == "Deployment":
+            spec = made["spec"]["template"]["spec"]
+            assert not [*violations(spec), *beyond(spec)], made["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"hostNetwork": True}, "hostNetwork"),
+        ({"volumes": [{"name": "x", "hostPath": {}}]}, "volume x: hostPath"),
+        ({"securityContext": {}}, "c: runAsNonRoot is not true"),
+        ({"containers": [{"name": "c"}]}, "c: capabilities are not dropped"),
+        ({"containers": [{"name": "c", "ports": [{"hostPort": 1}]}]}, "c: hostPort"),
+    ],
+)
+def test_the_evaluator_finds_breaches(change: dict[str, Any], expected: str) -> None:
+    """The evaluator itself is tried on one breach of each kind."""
+    good = {"containers": [{"name": "c"}]}
+    assert expected in list(violations({**good, **change}))
+
+
+def test_the_router_holds_no_kv_key_and_engines_no_token() -> None:
+    """Key files by role; the API's token is in the router alone, as a volume of its own; clients' keys likewise."""
+    made = make_objects(**MANIFESTS["keys"])
+    files = {}
+    for role in ROLES:
+        (keys,) = [volume["secret"] for volume in pod_of(made, role)["volumes"] if volume["name"] == "keys"]
+        files[role] = {item["path"] for item in keys["items"]}
+        assert keys["defaultMode"] == 0o440
+        assert "--keys-dir" in container_of(made, role)["args"]
+        assert KEYS_FOLDER in container_of(made, role)["args"]
+    assert files == {role: {"http", "state", "hash"} | ({"kv"} if role != "router" else set()) for role in ROLES}
+    projected = {role: [v for v in pod_of(made, role)["volumes"] if "projected" in v] for role in ROLES}
+    assert {role: len(found) for role, found in projected.items()} == {"prefill": 0, "decode": 0, "router": 1}
+    assert pod_of(made, "router")["serviceAccountName"] == "kvferry-router"
+    assert pod_of(made, "decode")["serviceAccountName"] == "demo-engine"
+    mounts = {mount["mountPath"]: mount["name"] for mount in container_of(made, "router")["volumeMounts"]}
+    assert mounts[API_KEYS_FOLDER] == "api-keys"
+    assert not [mount for mount in container_of(made, "router")["volumeMounts"] if "subPath" in mount]
+
+
+def test_the_fetching_container_alone_holds_the_hubs_token() -> None:
+    """The engine beside it mounts the model read-only and no token; nobody has it in the environment."""
+    for role in ("prefill", "decode"):
+        spec = pod_of(make_objects(**MANIFESTS["hub"]), role)
+        (fetch,) = spec["initContainers"]
+        assert "hub-token" in {mount["name"] for mount in fetch["volumeMounts"]}
+        assert fetch["args"] == ["model", "fetch", "--quiet", "org/m"]
+        engine = spec["containers"][0]
+        mounts = {mount["name"]: mount for mount in engine["volumeMounts"]}
+        assert "hub-token" not in mounts
+        assert mounts["models"]["readOnly"] is True
+        assert "TOKEN" not in str(engine["env"])
+        assert not [variable for variable in fetch["env"] if "valueFrom" in variable]
+        assert "--model /models/org--m " in " ".join(engine["args"])
+    assert "initContainers" not in pod_of(make_objects(), "decode")
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "volume"),
+    [
+        ("toy", "toy", None),
+        ("demo", "/models/smollm2-135m-instruct", {"emptyDir": {"sizeLimit": "422Mi"}}),
+        ("pvc", "/models/a/b", {"persistentVolumeClaim": {"claimName": "claim", "readOnly": True}}),
+        ("image", "/models", {"image": {"reference": "registry/model:1", "pullPolicy": "IfNotPresent"}}),
+    ],
+)
+def test_models_lie_where_the_manifest_says(name: str, argument: str, volume: dict[str, Any] | None) -> None:
+    """A volume of the pod for what is fetched, a claim or an image that the user names, nothing for the toy."""
+    made = make_objects(**MANIFESTS[name])
+    args = container_of(made, "decode")["args"]
+    assert args[args.index("--model") + 1] == argument
+    volumes = [found for found in pod_of(made, "decode")["volumes"] if found["name"] == "models"]
+    assert volumes == ([] if volume is None else [{"name": "models", **volume}])
+
+
+def test_demo_models_are_those_that_can_be_fetched() -> None:
+    """The folder is the one into which the command line fetches."""
+    from kvferry_runtime.model import fetch
+
+    for name, facts in DEMO_MODELS.items():
+        demo = fetch.DEMO_MODELS[f"demo:{name}"]
+        assert demo.name == facts.folder
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_probes_hit_real_endpoints_and_wait_for_the_load(role: str) -> None:
+    """Startup waits as long as a load may take, readiness asks /readyz each second, liveness /healthz patiently."""
+    container = container_of(make_objects(**MANIFESTS["hub"]), role)
+    start, ready, live = (container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness"))
+    assert [probe["httpGet"]["path"] for probe in (start, ready, live)] == ["/readyz", "/readyz", "/healthz"]
+    assert {probe["httpGet"]["port"] for probe in (start, ready, live)} == {"http"}
+    assert "http" in {port["name"] for port in container["ports"]}
+    assert ready["periodSeconds"] * ready["failureThreshold"] <= 1
+    # The pod heals a wedged engine itself; the kubelet comes after it.
+    assert live["periodSeconds"] * live["failureThreshold"] > DEFAULT_LIMITS.engine_kill_s
+    waits = start["periodSeconds"] * start["failureThreshold"]
+    assert waits >= (60 if role == "router" else 120 + 3 * 2**30 / (50 * 2**20))
+    assert waits <= DEFAULT_LIMITS.engine_start_s
+
+
+def test_a_model_of_unknown_size_may_take_as_long_as_the_engine_waits() -> None:
+    """Nothing is killed for loading slowly."""
+    start = container_of(make_objects(spec__model__source="org/m"), "decode")["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] == DEFAULT_LIMITS.engine_start_s
+
+
+def test_pods_leave_in_order() -> None:
+    """A pod goes on as before while its removal spreads; then it has time to end its streams."""
+    for role in ROLES:
+        spec = pod_of(make_objects(), role)
+        linger = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert 0 < linger < spec["terminationGracePeriodSeconds"]
+        assert spec["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+def test_what_the_manifest_says_of_pods_reaches_them() -> None:
+    """Placement, marks, image, resources and environment; the operator's own labels and address cannot be replaced."""
+    made = make_objects(**MANIFESTS["full"])
+    spec, container = pod_of(made, "decode"), container_of(made, "decode")
+    assert spec["nodeSelector"] == {"a": "b"}
+    assert spec["tolerations"] == [{"operator": "Exists"}]
+    assert spec["affinity"] == {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {}}}
+    assert spec["priorityClassName"] == "high"
+    assert [constraint["topologyKey"] for constraint in spec["topologySpreadConstraints"]] == ["zone"]
+    assert container["image"] == "registry/other:2"
+    assert container["resources"] == {"limits": {"cpu": "2", "memory": "4Gi"}}
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert env["A"] == "$$(HOME) $$"
+    assert env["HOME"] == "/models"
+    assert env["OMP_NUM_THREADS"] == "2"
+    (decode,) = [one for one in made if one["kind"] == "Deployment" and "decode" in one["metadata"]["name"]]
+    metadata = decode["spec"]["template"]["metadata"]
+    assert metadata["labels"]["team"] == "x"
+    assert metadata["labels"]["app.kubernetes.io/component"] == "decode"
+    assert metadata["annotations"] == {"note": "y"}
+
+
+def test_pods_bind_their_own_address() -> None:
+    """Not every interface: the address that the kubelet gives, on the fixed ports."""
+    for role, ports in (("decode", {"8000", "5600", "5601", "5557"}), ("router", {"8000"})):
+        container = container_of(make_objects(), role)
+        args = container["args"]
+        assert args[args.index("--host") + 1] == "$(POD_IP)"
+        assert container["env"][0]["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+        assert ports <= set(args)
+        assert {str(port["containerPort"]) for port in container["ports"]} == ports
+
+
+def test_pools_spread_over_nodes_by_default() -> None:
+    """As far as that goes: it never keeps a pod from running."""
+    (spread,) = pod_of(make_objects(), "decode")["topologySpreadConstraints"]
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+    assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "decode"
+
+
+def test_installation_settings_reach_every_pod() -> None:
+    """Images, pull policy and pull secrets of the chart's values; a manifest's image wins."""
+    settings = ClusterSettings(
+        runtime_image="r:1", router_image="s:1", image_pull_policy="Always", image_pull_secrets=("pull",)
+    )
+    made = make_objects(settings)
+    assert [container_of(made, role)["image"] for role in ROLES] == ["r:1", "r:1", "s:1"]
+    assert {container_of(made, role)["imagePullPolicy"] for role in ROLES} == {"Always"}
+    assert {str(pod_of(made, role)["imagePullSecrets"]) for role in ROLES} == {"[{'name': 'pull'}]"}
+    assert "imagePullSecrets" not in pod_of(make_objects(SETTINGS), "decode")
+
+
+def test_the_engines_parser_takes_the_rendered_command_line() -> None:
+    """The arguments are free of faults once the kubelet has put the address in."""
+    from kvferry_runtime.server.config import parse
+
+    for role in ("prefill", "decode"):
+        container = container_of(make_objects(**MANIFESTS["demo"]), role)
+        assert container["command"] == ["python", "-P", "-m", "kvferry_runtime.server"]
+        config = parse([argument.replace("$(POD_IP)", "10.0.0.1") for argument in container["args"]])
+        assert (config.host, config.port, config.role) == ("10.0.0.1", 8000, role)
+
+
+def test_the_router_watches_the_pools_services() -> None:
+    """In place of the pods file of one machine."""
+    args = container_of(make_objects(), "router")["args"]
+    assert "--pods-file" not in args
+    assert "--watch-prefill=ns/demo-prefill" in args
+    assert "--watch-decode=ns/demo-decode" in args
