@@ -24,12 +24,13 @@ from kvferry_runtime.core.messages import (
     Submit,
 )
 from kvferry_runtime.core.plan import StepPlan, StepResult
+from kvferry_runtime.engine.state_stream import StateNumbers
 from kvferry_runtime.transfer.check import handle_fault
 from kvferry_wire.control import ControlReply, ControlRequest
 from kvferry_wire.data import ReadRequest
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.limits import Limits
-from kvferry_wire.state import Load, Snapshot, StateEvent, StateMessage
+from kvferry_wire.state import Snapshot
 from tests.simulation import invariants
 from tests.simulation.fabric import COMPAT, KEYS, Fabric, layout
 from tests.simulation.links import Stream
@@ -104,8 +105,7 @@ class Pod:
         self._ticks = 0
         self._handles: dict[LegKey, KVHandle] = {}
         self.leases: dict[LegKey, int] = {}  # that were ever granted, by their prefill leg
-        self._sequence = 0
-        self._load: Load | None = None
+        self._numbers = StateNumbers(self.incarnation, self.limits)
         self._deadline = Timer(self.process, self._turn)
         self._beat()
 
@@ -286,27 +286,13 @@ class Pod:
         self.process.soon(self.limits.alive_interval_s / self.process.clock.rate, self._beat)
 
     def _publish(self) -> None:
-        for event in self.core.drain_kv_events():
-            self._say(event)
-        load = self.core.load()
-        if load != self._load:
-            self._load = load
-            self._say(load)
-
-    def _say(self, event: StateEvent) -> None:
-        self._sequence += 1
         router = self.fabric.router
-        message = StateMessage(incarnation=self.incarnation, sequence=self._sequence, event=event)
-        self.fabric.message("state", self.name, router.process, router.on_state, "", self.name, message)
+        for message in self._numbers.messages(self.core.drain_kv_events(), self.core.load(), self.process.now):
+            self.fabric.message("state", self.name, router.process, router.on_state, "", self.name, message)
 
     def snapshot(self) -> Snapshot:
         self._publish()
-        return Snapshot(
-            incarnation=self.incarnation,
-            sequence=self._sequence,
-            hashes=self.core.snapshot_hashes(),
-            load=self.core.load(),
-        )
+        return self._numbers.snapshot(self.core.snapshot_hashes(), self.core.load())
 
     # ---- faults that only a pod can have
 

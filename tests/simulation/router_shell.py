@@ -341,6 +341,15 @@ class Router:
     def _snapshot_late(self, pod: str, number: int) -> None:
         self._apply(pod, self._feeds[pod].snapshot_failed(number, self.process.now))
 
+    def index_lags(self) -> str:
+        """Where the index differs from what pods have; empty when it does not."""
+        self.index.check_integrity()
+        for name, pod in self.fabric.pods.items():
+            held = self.index._held.get(name, set())
+            if self._feeds[name].incarnation != pod.incarnation or held != set(pod.core.snapshot_hashes()):
+                return f"{name}: {self._feeds[name]!r} gave {len(held)} of {len(pod.core.snapshot_hashes())} blocks"
+        return ""
+
     @property
     def rests(self) -> bool:
         return not self.served and not len(self.bookings) and not self.admission.running and not self.admission.waiting

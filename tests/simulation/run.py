@@ -103,6 +103,7 @@ class Simulation:
             and not self.world.in_flight
             and all(client.outcome for client in self.clients)
             and self.router.rests
+            and not self.router.index_lags()
             and all(pod.process.up and not pod.process.paused and pod.rests for pod in self.pods)
         )
 
@@ -117,6 +118,9 @@ class Simulation:
             pod.core.check_integrity()
             if not pod.rests:
                 raise Violation("leak", pod.leftovers())
+        lag = self.router.index_lags()
+        if lag:
+            raise Violation("index", f"the router's index is not what the pods have: {lag}")
         if self.scenario.profile.answers_all:
             for client in self.clients:
                 if client.outcome not in ("ok", "left", "over_capacity"):

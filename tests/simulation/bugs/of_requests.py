@@ -1,17 +1,19 @@
 """Bugs that give a token twice, lose one, end an answer falsely, or leave something of a request behind."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 from kvferry_router import flow as router_flow
 from kvferry_router import flow_messages as router_messages
 from kvferry_router.flow import RequestFlow
+from kvferry_router.index.feed import StateFeed
 from kvferry_runtime.core.engine import EngineCore
 from kvferry_runtime.core.messages import PullFinished
 from kvferry_runtime.core.scheduler import Scheduler
 from kvferry_runtime.transfer.lease import LeaseTable
 from kvferry_wire.frames import End
+from kvferry_wire.state import StateMessage
 from tests.simulation.bugs.registry import bug, wrapped
 
 
@@ -161,4 +163,33 @@ def older_incarnation_is_believed() -> Iterator[None]:
 def engines_wait_for_each_others_leases() -> Iterator[None]:
     """Two engines that have leased all they have to each other wait for room until the deadline."""
     with patch.object(Scheduler, "_give_way", lambda self, step, now: None):
+        yield
+
+
+def _taken_in_stride(what: str) -> Callable[[Any], Any]:
+    """A break of the state stream that is not noticed: the message is applied as if it were the next one."""
+
+    def make(real: Any) -> Any:
+        def rejoin(self: StateFeed, reason: str, message: StateMessage) -> Any:
+            if reason != what:
+                return real(self, reason, message)
+            self.incarnation = message.incarnation
+            return self._apply(message)
+
+        return rejoin
+
+    return make
+
+
+@bug("lossy", "index")
+def gap_in_the_state_stream_is_not_noticed() -> Iterator[None]:
+    """A lost message leaves blocks in the router's index that the pod no longer has, for ever."""
+    with wrapped(StateFeed, "_rejoin", _taken_in_stride("gap")):
+        yield
+
+
+@bug("reborn", "index")
+def index_of_a_dead_incarnation_stays() -> Iterator[None]:
+    """What a pod had before it was started again is still counted on."""
+    with wrapped(StateFeed, "_rejoin", _taken_in_stride("incarnation")):
         yield
