@@ -418,7 +418,9 @@ class RequestFlow:
         out.append(FinishLeg(self._attempts - 1))
         self._open = None
         self._release("decode", out)
-        self._lease = None  # decode has read it, or told its owner
+        if self._lease is not None and self._end.recomputed:
+            out.append(AbortLeg(*self._lease))  # a handle that was refused unread was given up to nobody
+        self._lease = None  # decode has read it
         path = self._planned_path() if self.stream else self._final_path()
         out.append(FinishAnswer(self._held + self._end.data, path, self.stream))
         self._record("ok", now, out)

@@ -372,6 +372,23 @@ def test_answer_that_decode_recomputed_says_so() -> None:
     assert one(Record, effects).recomputed == "lease_expired"
 
 
+def test_lease_of_an_answer_that_was_recomputed_is_withdrawn() -> None:
+    """Decode refuses some handles before it asks their owner, who hears of it from here; others are not touched."""
+    for recomputed, aborted in (("own_handle", [AbortLeg(0, "p1")]), ("", [])):
+        flow = make_flow()
+        effects = run(flow, Start("p1", "d1"), LegFrames(0, (make_prefilled(7, handle=make_handle()),)))
+        effects += run(flow, LegFrames(1, (make_end(recomputed=recomputed),)), LegClosed(1, "ended"))
+        assert one(Record, effects).outcome == "ok"
+        assert of(AbortLeg, effects) == aborted
+
+
+def test_request_that_waited_its_deadline_away_opens_no_leg() -> None:
+    """The queue's time counts; nothing is booked and no pod is bothered."""
+    effects = run(make_flow(deadline_s=5.0), Start("p1", "d1"), now=100.0)
+    assert [type(effect) for effect in effects] == [FailAnswer, Record]
+    assert one(Record, effects).outcome == "deadline"
+
+
 def test_choices_are_recorded_apart() -> None:
     """Ids and characters are kept per choice: all that another pod needs."""
     flow = make_flow(n=2)

@@ -42,8 +42,6 @@ class Client:
             self.left_at = self.process.world.now
             self.process.world.count("clients_left")
             self.stream.close(0)
-            if self.fabric.profile.prompt_cancel:
-                self.process.soon(_FORGOTTEN_S, check_forgotten, self.request.name, list(self.fabric.pods.values()))
 
     def on_message(self, stream: Stream, message: messages.Send | messages.FinishAnswer | messages.FailAnswer) -> None:
         self.got += 1
@@ -70,6 +68,8 @@ class Client:
         if self.outcome:
             raise Violation("two_ends", f"{self.outcome}, then {outcome}", self.request.name)
         self.outcome = outcome
+        if self.fabric.profile.prompt_cancel:
+            self.process.soon(_FORGOTTEN_S, check_forgotten, self.request.name, list(self.fabric.pods.values()))
         self.process.log(self.request.name, f"client: {outcome}")
 
     def _take(self, data: bytes) -> None:

@@ -60,7 +60,7 @@ def _check_queues(pod: "Pod") -> None:
 
 
 def check_forgotten(request: str, pods: "list[Pod]") -> None:
-    """A while after its client has left, no pod has anything of a request."""
+    """A while after it has ended or its client has left, no pod has anything of a request."""
     for pod in pods:
         left = pod.traces_of(request)
         if left:
