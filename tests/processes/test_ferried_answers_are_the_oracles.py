@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from tests.processes.asking import Ask, ask_for, judge
+from tests.processes.conftest import LEASE_S
 from tests.processes.traffic import Traffic
 from tests.support.service import ENGINE_PODS, Service, until
 
@@ -23,7 +24,7 @@ async def test_every_length_is_ferried(
     few = asyncio.Semaphore(2)  # at once: more of the longest would hold more blocks than leases may
 
     async def one(length: int, stream: bool) -> None:
-        ask = Ask(f"{length} {stream} {WORDS}"[:length], stream=stream, n=2)
+        ask = Ask(f"{length} {stream} {WORDS}"[:length], stream=stream, n=2, max_tokens=9)
         async with few:
             answer = await ask_for(client, service.url(), ask)
         assert answer.ok, answer
@@ -51,6 +52,55 @@ async def test_index_learns_what_decode_has(service: Service, client: aiohttp.Cl
         return "" if answer.path == "aggregated" and cached > 0 else f"{answer.path}, {cached} cached"
 
     await until(asked_again, 5.0)
+
+
+async def test_each_prompt_is_counted_once(
+    service: Service, internal: aiohttp.ClientSession, client: aiohttp.ClientSession
+) -> None:
+    """B162: prefill counts the prompts that it computed, decode counts them not again; tokens count where picked."""
+    before = [await service.metrics(internal, name) for name in ENGINE_PODS]
+    asks = [Ask(f"Counted {number}. {WORDS}"[: 100 + number], max_tokens=10) for number in range(4)]
+    for ask in asks:
+        assert (await ask_for(client, service.url(), ask)).path == "disaggregated"
+    after = [await service.metrics(internal, name) for name in ENGINE_PODS]
+
+    def moved(series: str) -> list[float]:
+        return [new[series] - old.get(series, 0.0) for old, new in zip(before, after, strict=True)]
+
+    assert moved("prompt_tokens_total") == [sum(len(ask.prompt) for ask in asks), 0]
+    assert moved("generation_tokens_total") == [len(asks), 9 * len(asks)]
+    assert moved("kv_leases_granted_total")[0] in (len(asks), len(asks) - 1)  # the last may come with the next beat
+
+
+async def test_leases_outlive_the_wait_at_decode(
+    service: Service, internal: aiohttp.ClientSession, client: aiohttp.ClientSession
+) -> None:
+    """B076: decode is full for longer than a lease; what waits there renews, and is pulled when its turn comes."""
+
+    async def one(ask: Ask) -> None:
+        answer = await ask_for(client, service.url(), ask)
+        assert answer.ok, answer
+        judge(ask, answer)
+        assert answer.path == "disaggregated", answer
+
+    async def full() -> str:
+        free = (await service.load(internal, "decode-0")).free_blocks
+        return f"{free} blocks are free" if free > 8 else ""
+
+    before = await service.metrics(internal, "prefill-0")
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as group:
+        for number in range(2):
+            group.create_task(one(Ask(f"Fills {number}. {WORDS}"[:100], max_tokens=300, n=8, stream=False)))
+        await until(full, 20.0)
+        begun = loop.time()
+        await asyncio.gather(
+            *(one(Ask(f"Waits {number}. {WORDS}"[:300], max_tokens=4, stream=False)) for number in range(3))
+        )
+        assert loop.time() - begun > LEASE_S, "they did not wait for long enough to prove anything"
+    after = await service.metrics(internal, "prefill-0")
+    expired = 'kv_leases_ended_total{why="expired"}'
+    assert after.get(expired, 0.0) == before.get(expired, 0.0)
 
 
 async def test_small_pools_change_nothing(service: Service, internal: aiohttp.ClientSession) -> None:

@@ -5,9 +5,10 @@ import random
 import signal
 
 import aiohttp
+import openai
 import pytest
 
-from tests.processes.asking import Ask
+from tests.processes.asking import NAME, Ask, said
 from tests.processes.conftest import LEASE_S
 from tests.processes.traffic import Traffic
 from tests.support.service import Part, Pod, Service
@@ -58,12 +59,29 @@ async def test_killed_prefill_costs_no_answer(service: Service, internal: aiohtt
     assert not traffic.failed()
 
 
+async def official_stream(service: Service) -> None:
+    """openai-python raises where the answer is cut, after text that is a prefix of it."""
+    text = ""
+    async with openai.AsyncOpenAI(base_url=service.url() + "/v1", api_key="none", max_retries=0) as client:
+        stream = await client.completions.create(
+            model=NAME, prompt="An answer that is cut.", max_tokens=1900, temperature=0, stream=True
+        )
+        with pytest.raises(openai.APIError) as caught:
+            async for chunk in stream:
+                text += chunk.choices[0].text
+    assert caught.value.code in ("engine_lost", "engine_failed")
+    assert text
+    assert said("An answer that is cut.", 1900).startswith(text)
+
+
 @pytest.mark.parametrize("part", ["server", "engine"])
 async def test_killed_decode_ends_answers_in_an_error(
     service: Service, internal: aiohttp.ClientSession, part: Part
 ) -> None:
     """What the client has is a prefix of the answer and the end is an error; prefill's blocks come back."""
+    official = asyncio.create_task(official_stream(service))
     traffic = await killed(service, internal, 12, "decode-0", part)
+    await official
     assert traffic.failed()
     cut = [answer for _, answer in traffic.failed() if answer.status == 200]
     assert cut, "no stream was under way"

@@ -115,6 +115,21 @@ async def collect(official: openai.AsyncOpenAI, request: dict[str, Any], streame
     return text, reason
 
 
+async def test_partial_prefill_says_nothing(official: openai.AsyncOpenAI) -> None:
+    """B183: a prompt of many steps and one token: the role, one piece of text, the end; usage counts one token."""
+    long: Any = [{"role": "user", "content": QUESTION * 18}]
+    stream = await official.chat.completions.create(
+        model=NAME, messages=long, max_tokens=1, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [text for chunk in chunks for choice in chunk.choices if (text := choice.delta.content)] == [
+        said(f"user: {QUESTION * 18}\nassistant: ", 1)
+    ]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 1
+
+
 async def test_one_line_ends_each_stream(service: Service, client: aiohttp.ClientSession) -> None:
     """B192: chat, completion, two choices and an empty answer end in one ``data: [DONE]`` and a blank line."""
     first = said(QUESTION, 1)
@@ -142,17 +157,17 @@ async def test_seeds(official: openai.AsyncOpenAI) -> None:
     """B044: one seed gives one answer, that of the oracle; none gives other answers each time."""
 
     async def text(**fields: Any) -> str:
-        request: dict[str, Any] = {"model": NAME, "prompt": QUESTION, "max_tokens": 24, "temperature": 1.2} | fields
+        request: dict[str, Any] = {"model": NAME, "prompt": QUESTION, "max_tokens": 12, "temperature": 1.2} | fields
         answer: openai.types.Completion = await official.completions.create(**request)
         return answer.choices[0].text
 
-    assert {await text(seed=7), await text(seed=7)} == {said(QUESTION, 24, seed=7, temperature=1.2)}
+    assert {await text(seed=7), await text(seed=7)} == {said(QUESTION, 12, seed=7, temperature=1.2)}
     assert await text(seed=-1) == await text(seed=-1)
     assert len({await text() for _ in range(3)}) > 1
-    choices = (await official.completions.create(model=NAME, prompt=QUESTION, max_tokens=24, n=3, seed=7)).choices
+    choices = (await official.completions.create(model=NAME, prompt=QUESTION, max_tokens=12, n=3, seed=7)).choices
     assert [choice.index for choice in choices] == [0, 1, 2]
     assert [choice.text for choice in choices] == [
-        said(QUESTION, 24, seed=7 + index, temperature=1.0) for index in range(3)
+        said(QUESTION, 12, seed=7 + index, temperature=1.0) for index in range(3)
     ]
 
 
@@ -167,17 +182,17 @@ async def test_samplings_do_not_mix(official: openai.AsyncOpenAI) -> None:
     )
 
     async def text(fields: dict[str, Any]) -> str:
-        request: dict[str, Any] = {"model": NAME, "prompt": QUESTION, "max_tokens": 30} | fields
+        request: dict[str, Any] = {"model": NAME, "prompt": QUESTION, "max_tokens": 16} | fields
         answer: openai.types.Completion = await official.completions.create(**request)
         return answer.choices[0].text
 
     together = await asyncio.gather(*(text(way) for way in ways))
     alone = [await text(way) for way in ways]
     assert together == alone
-    assert set(together[:3]) == {said(QUESTION, 30)}
+    assert set(together[:3]) == {said(QUESTION, 16)}
     assert together[3:] == [
-        said(QUESTION, 30, seed=1, temperature=1.0),
-        said(QUESTION, 30, seed=2, temperature=1.5),
+        said(QUESTION, 16, seed=1, temperature=1.0),
+        said(QUESTION, 16, seed=2, temperature=1.5),
     ]
 
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import signal
+from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.processes.asking import Ask, ask_for, judge
+from tests.processes.asking import NAME, Ask, ask_for, judge
 from tests.processes.conftest import LEASE_S
 from tests.processes.traffic import Traffic
 from tests.support.service import ENGINE_PODS, Service
@@ -15,14 +16,29 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 
 async def test_killed_router(service: Service, internal: aiohttp.ClientSession) -> None:
-    """kill -9 under load: prefixes and broken connections, pods free within a lease, the next router serves."""
+    """kill -9 under load: prefixes and broken connections, pods free within a lease, the next router serves.
+
+    B044: it does not draw the seeds of its earlier life again.
+    """
+    unseeded = {"model": NAME, "prompt": "No seed.", "max_tokens": 24, "temperature": 1.2}
+    before = await _text(service, unseeded)
     async with Traffic(service, 51) as traffic:
         await traffic.answered(5)
         traffic.router_died = True
         pid = service.signal("router", "server", signal.SIGKILL)
         await service.reborn(internal, "router", "server", pid)
+        assert await _text(service, unseeded) != before
         await traffic.answered(10)
     await service.wait_idle(internal, LEASE_S + 2.0)
+
+
+async def _text(service: Service, body: dict[str, Any]) -> str:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(service.url() + "/v1/completions", json=body) as response,
+    ):
+        text: str = (await response.json())["choices"][0]["text"]
+        return text
 
 
 async def test_router_ends_on_sigterm(service: Service, internal: aiohttp.ClientSession) -> None:
