@@ -14,7 +14,12 @@ from tests.operator.manifests import make_manifest, make_service
 
 NOW, LATER = "2026-01-02T03:04:05Z", "2026-01-02T03:05:05Z"
 UID = "11111111-2222-3333-4444-555555555555"
-SETTINGS = ClusterSettings(runtime_image="registry/kvferry-runtime:1", router_image="registry/kvferry-router:1")
+SETTINGS = ClusterSettings(
+    runtime_image="registry/kvferry-runtime:1",
+    router_image="registry/kvferry-router:1",
+    ingresses=True,
+    http_routes=True,
+)
 KEYS = {name: bytes([index]) * 32 for index, name in enumerate(KEY_NAMES, 1)}
 DEMO = "demo:smollm2"
 

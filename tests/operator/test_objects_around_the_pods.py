@@ -236,6 +236,15 @@ def test_what_no_cluster_can_run_is_refused(changes: dict[str, Any], field: str)
         objects(context, {"prefill": 1, "decode": 1, "router": 1})
 
 
+def test_routes_that_the_operator_may_not_write_are_refused() -> None:
+    """The chart's values decide; the fault names the value."""
+    bare = ClusterSettings(runtime_image="r", router_image="s")
+    with pytest.raises(PlanError, match=r"spec\.router\.ingress: .*ingresses\.enabled"):
+        make_objects(bare, spec__router={"auth": "none", "ingress": {"host": "a.b"}})
+    with pytest.raises(PlanError, match=r"spec\.router\.httpRoute: .*httpRoutes\.enabled"):
+        make_objects(bare, spec__router={"auth": "none", "httpRoute": {"gateway": "g"}})
+
+
 # ---- network ----
 
 

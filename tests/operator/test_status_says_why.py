@@ -1,5 +1,6 @@
 """Each thing that keeps a service from answering: its reason, and words that a person can act on."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -370,3 +371,10 @@ def test_reasons_are_words_for_programs() -> None:
     assert set(REASONS) >= WAITS
     assert all(reason.isalnum() and reason[0].isupper() for reason in REASONS)
     assert Cause(reason="NoRoom", message="").rank > Cause(reason="ImageMissing", message="").rank
+
+
+def test_every_reason_is_explained() -> None:
+    """docs/kubernetes.md tells what each reason means and what to do."""
+    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+    told = (*REASONS, "InvalidSpec", "ScaledToZero", "SomeReady", "AllReady", "CompatDiffers", "SameRevision")
+    assert not [reason for reason in told if f"`{reason}`" not in page]

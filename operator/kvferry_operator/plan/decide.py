@@ -97,7 +97,7 @@ def decide(
     return Decision(
         effects=effects,
         status=told,
-        role_statuses=_role_statuses(owner, told, seen),
+        role_statuses=_role_statuses(owner, told, seen, wanted),
         events=events(before, told),
     )
 
@@ -272,12 +272,12 @@ def _taken(owner: Owner, effects: tuple[Effect, ...], seen: Seen) -> list[str]:
     return told
 
 
-def _role_statuses(owner: Owner, told: Object, seen: Seen) -> dict[str, Object]:
-    """The statuses of role objects that are not what they should be."""
+def _role_statuses(owner: Owner, told: Object, seen: Seen, wanted: Mapping[str, int]) -> dict[str, Object]:
+    """The statuses of role objects that are not what they should be; none of one that goes."""
     out = {}
     for role in told.get("roles", ()):
         found = _role(owner, role["name"], seen)
-        if found is None:
+        if found is None or role["name"] not in wanted:
             continue
         made = role_status(
             owner,

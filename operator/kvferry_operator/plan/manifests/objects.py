@@ -2,18 +2,23 @@
 
 from collections.abc import Mapping
 
-from kvferry_operator.api.service import InferenceService
 from kvferry_operator.plan.manifests import engines, policies, router, services, support
 from kvferry_operator.plan.manifests.context import Context
 from kvferry_operator.plan.manifests.meta import Object
 from kvferry_operator.plan.models import fetched_folder
-from kvferry_operator.plan.pods import ServicePlan
 from kvferry_operator.plan.service import PlanError
 
 
-def check_cluster(service: InferenceService, plan: ServicePlan) -> None:
-    """Raise ``PlanError`` for what no cluster can run. The CRD has the same rules; objects older than it may not."""
+def check_cluster(context: Context) -> None:
+    """Raise ``PlanError`` for what this cluster cannot run. The CRD has most of these rules; older objects may not."""
+    service, plan, settings = context.service, context.plan, context.settings
     faults: list[str] = []
+    for field, asked, allowed, value in (
+        ("ingress", service.spec.router.ingress, settings.ingresses, "ingresses.enabled"),
+        ("httpRoute", service.spec.router.http_route, settings.http_routes, "httpRoutes.enabled"),
+    ):
+        if asked is not None and not allowed:
+            faults.append(f"spec.router.{field}: given, but the operator may not write it; the chart's {value} lets it")
     if plan.source.kind == "path":
         faults.append(f"spec.model.source: got {plan.source}, a path of one machine; a cluster has no such path")
     keys = service.spec.router.api_keys
@@ -34,7 +39,7 @@ def objects(context: Context, replicas: Mapping[str, int], revisions: tuple[str,
         PlanError: no cluster can run it.
     """
     owner, plan, spec = context.owner, context.plan, context.service.spec
-    check_cluster(context.service, plan)
+    check_cluster(context)
     fetches = fetched_folder(plan.source) is not None
     made: list[Object] = [
         support.engine_account(owner),

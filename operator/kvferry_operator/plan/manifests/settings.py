@@ -13,6 +13,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, rename="camel",
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()  # names of Secrets in the services' namespaces
     router_service_account: str = "kvferry-router"  # made and bound by the chart, in each watched namespace
+    ingresses: bool = False  # whether the operator may write them
+    http_routes: bool = False
     network_policies: bool = True
     dns_namespace: str = "kube-system"
     monitoring_namespaces: tuple[str, ...] = ()  # whose pods may read metrics of engines
