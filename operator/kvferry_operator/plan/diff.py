@@ -55,7 +55,7 @@ def _differs(wanted: Any, found: Any, path: str, *, hidden: bool) -> str | None:
     if wanted == found or _same_quantity(wanted, found):
         return None
     if path.endswith(APPLIED):
-        return "a field that was asked for before is not any more"
+        return "not applied before" if found is None else "a field that was asked for before is not any more"
     if hidden:
         return f"{path}: another value is wanted"
     return f"{path}: {_shown(wanted)} is wanted, {_shown(found)} is there"
@@ -69,9 +69,18 @@ def _same_quantity(wanted: Any, found: Any) -> bool:
     if not isinstance(wanted, str) or not isinstance(found, str):
         return False
     try:
-        return parse_quantity(wanted) == parse_quantity(found)
+        return parse_quantity(_plain(wanted)) == parse_quantity(_plain(found))
     except ValueError:
         return False
+
+
+def _plain(quantity: str) -> str:
+    """A quantity whose unit only the API server writes (1Pi for 1024Ti) in the largest unit that a manifest has."""
+    for unit, smaller in (("Pi", "Ti"), ("P", "T")):
+        number = quantity.removesuffix(unit)
+        if number != quantity and number.isdigit():
+            return f"{int(number) * (1024 if unit == 'Pi' else 1000)}{smaller}"
+    return quantity
 
 
 def _shown(value: Any) -> str:

@@ -81,7 +81,7 @@ def _container(pod: PodPlan, part: Part, settings: ClusterSettings) -> Object:
         "command": ["python", "-P", "-m", pod.module],
         "args": list(part.argv),
         "env": _env(pod),
-        "ports": [{"name": port.name, "containerPort": port.cluster_port} for port in pod.ports],
+        "ports": [{"name": port.name, "containerPort": port.cluster_port, "protocol": "TCP"} for port in pod.ports],
         "resources": part.resources,
         "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
