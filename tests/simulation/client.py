@@ -69,7 +69,7 @@ class Client:
             raise Violation("two_ends", f"{self.outcome}, then {outcome}", self.request.name)
         self.outcome = outcome
         if self.fabric.profile.prompt_cancel:
-            self.process.soon(_FORGOTTEN_S, check_forgotten, self.request.name, list(self.fabric.pods.values()))
+            self.process.soon(_FORGOTTEN_S, check_forgotten, self.request.name, self.fabric)
         self.process.log(self.request.name, f"client: {outcome}")
 
     def _take(self, data: bytes) -> None:

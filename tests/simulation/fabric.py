@@ -43,6 +43,7 @@ class Fabric:
         self.router: Router
         self.answers: dict[str, tuple[Answer, ...]] = {}  # the right ones, by request
         self.granted: list[KVHandle] = []  # all handles that were ever given
+        self.forged: set[str] = set()  # requests with a forged handle whose answer does not tell of it
         self.streams: dict[Stream, tuple[str, str]] = {}
         self._wires: dict[tuple[str, str, str], Wire] = {}
 

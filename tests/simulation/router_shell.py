@@ -234,6 +234,7 @@ class Router:
                 self.world.count(f"outcome_{effect.outcome}")
                 if effect.recomputed:
                     self.world.count("recomputed")
+                    self.fabric.forged.discard(name)
                 self._leave(served)
         return None
 
@@ -291,13 +292,20 @@ class Router:
         if not self._forger.random() < self.fabric.profile.forged:
             return handle
         if self._forger.random() < 0.7:
-            others = [each for each in self._handles[:-1] if each.token_count == handle.token_count]
+            # Another prompt's of the same length: for the same prompt it would be as good as its own.
+            others = [
+                each
+                for each in self._handles[:-1]
+                if each.token_count == handle.token_count and each.prompt_digest != handle.prompt_digest
+            ]
             if others:
                 self.world.count("handles_swapped")
+                self.fabric.forged.add(request)
                 self.process.log(request, "its handle is swapped for another request's")
                 return self._forger.choice(others)
             return handle
         self.world.count("handles_changed")
+        self.fabric.forged.add(request)
         self.process.log(request, "its handle is changed")
         lease = self._forger.choice([each.lease_id for each in self._handles])
         return msgspec.structs.replace(handle, lease_id=lease + 1, token_count=handle.token_count + 1)
