@@ -10,7 +10,7 @@ from tests.support.service import Service, running_service
 
 # Small pools, so that answers preempt each other; a prompt takes several steps; a lease ends while a test looks on.
 SPEC = {
-    "model": {"name": NAME, "source": "toy:step_ms=20"},
+    "model": {"name": NAME, "source": "toy:step_ms=10"},
     "engine": {"kvBlocks": 160, "blockSize": 16, "maxModelLen": 2048, "tokenBudget": 64, "threads": 1},
     "prefill": {"replicas": 1},
     "decode": {"replicas": 1},

@@ -170,20 +170,19 @@ async def _exchange(url: str, sent: bytes) -> tuple[int, bytes]:
 
 
 @TARGETS
-@pytest.mark.parametrize("name", HUGE)
-async def test_endless_headers_are_cut_off(service: Service, target: Pod, name: str) -> None:
+async def test_endless_headers_are_cut_off(service: Service, target: Pod) -> None:
     """B174: 4xx, or a closed connection for who goes on sending."""
-    status, _ = await _exchange(service.url(target), HUGE[name])
-    assert status in (0, 400, 414, 431)
+    for name, sent in HUGE.items():
+        status, _ = await _exchange(service.url(target), sent)
+        assert status in (0, 400, 414, 431), name
 
 
-@pytest.mark.parametrize("name", BROKEN)
-async def test_broken_http_is_refused(service: Service, name: str) -> None:
+async def test_broken_http_is_refused(service: Service) -> None:
     """Each gets a 4xx in OpenAI's shape."""
-    sent, expected = BROKEN[name]
-    status, body = await _exchange(service.url(), sent)
-    assert status == expected
-    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    for name, (sent, expected) in BROKEN.items():
+        status, body = await _exchange(service.url(), sent)
+        assert status == expected, name
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}, name
 
 
 async def test_what_would_be_right_elsewhere_is_right_here(service: Service, client: aiohttp.ClientSession) -> None:

@@ -91,7 +91,7 @@ async def test_leases_outlive_the_wait_at_decode(
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         for number in range(2):
-            group.create_task(one(Ask(f"Fills {number}. {WORDS}"[:100], max_tokens=300, n=8, stream=False)))
+            group.create_task(one(Ask(f"Fills {number}. {WORDS}"[:100], max_tokens=500, n=8, stream=False)))
         await until(full, 20.0)
         begun = loop.time()
         await asyncio.gather(

@@ -18,24 +18,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 SETTLE_S = LEASE_S + 5.0  # leases whose reader died end with their time at the latest
 
 
-async def killed(service: Service, session: aiohttp.ClientSession, seed: int, pod: Pod, part: Part) -> Traffic:
-    """Kill it at a random moment under load, wait for its next life, and see answers of the usual kind again."""
-    source = random.Random(seed)
-    async with Traffic(service, seed) as traffic:
-        await traffic.answered(5)
-        await asyncio.sleep(source.uniform(0.0, 1.0))
-        pid = service.signal(pod, part, signal.SIGKILL)
-        await asyncio.sleep(0.5)
-        await without_it(service, pod, f"{pod} {part}")
-        await service.reborn(session, pod, part, pid)
-        before = len(traffic.answers)
-        await traffic.answered(20)
-        later = [answer.path for _, answer in traffic.answers[before:] if answer.ok]
-        assert "disaggregated" in later, later
-    await service.wait_idle(session, SETTLE_S)
-    return traffic
-
-
 async def without_it(service: Service, pod: Pod, mark: str) -> None:
     """B116: while the only pod of a kind is gone, decode does the whole job, or the refusal is quick and clear."""
     ask = Ask(f"Meanwhile, without {mark}: a prompt that is long enough for the way.", stream=False)
@@ -50,13 +32,6 @@ async def without_it(service: Service, pod: Pod, mark: str) -> None:
     else:
         assert (response.status, document["error"]["code"]) == (503, "unavailable")
         assert int(response.headers["Retry-After"]) >= 1
-
-
-@pytest.mark.parametrize("part", ["server", "engine"])
-async def test_killed_prefill_costs_no_answer(service: Service, internal: aiohttp.ClientSession, part: Part) -> None:
-    """Every request under way and every later one is answered in full; decode computes what it has to."""
-    traffic = await killed(service, internal, 11, "prefill-0", part)
-    assert not traffic.failed()
 
 
 async def official_stream(service: Service) -> None:
@@ -74,14 +49,36 @@ async def official_stream(service: Service) -> None:
     assert said("An answer that is cut.", 1900).startswith(text)
 
 
-@pytest.mark.parametrize("part", ["server", "engine"])
-async def test_killed_decode_ends_answers_in_an_error(
-    service: Service, internal: aiohttp.ClientSession, part: Part
+@pytest.mark.parametrize(("prefill_part", "decode_part"), [("server", "engine"), ("engine", "server")])
+async def test_kill_prefill_then_decode(
+    service: Service, internal: aiohttp.ClientSession, prefill_part: Part, decode_part: Part
 ) -> None:
-    """What the client has is a prefix of the answer and the end is an error; prefill's blocks come back."""
-    official = asyncio.create_task(official_stream(service))
-    traffic = await killed(service, internal, 12, "decode-0", part)
-    await official
-    assert traffic.failed()
-    cut = [answer for _, answer in traffic.failed() if answer.status == 200]
-    assert cut, "no stream was under way"
+    """The death of prefill costs no answer. Decode's cuts answers, each by an explicit error, prefixes being exact.
+
+    Both come back, and answers are as usual again; at rest nothing is held, by whichever life.
+    """
+    source = random.Random(f"{prefill_part} {decode_part}")
+    async with Traffic(service, 11) as traffic:
+        await traffic.answered(5)
+        await asyncio.sleep(source.uniform(0.0, 1.0))
+        prefill = service.signal("prefill-0", prefill_part, signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        await without_it(service, "prefill-0", f"prefill's {prefill_part}")
+        await traffic.answered(15)
+        assert not traffic.failed()
+
+        official = asyncio.create_task(official_stream(service))
+        await asyncio.sleep(source.uniform(0.5, 1.5))
+        decode = service.signal("decode-0", decode_part, signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        await without_it(service, "decode-0", f"decode's {decode_part}")
+        await official
+        assert [answer for _, answer in traffic.failed() if answer.status == 200], "no stream was under way"
+
+        await service.reborn(internal, "prefill-0", prefill_part, prefill)
+        await service.reborn(internal, "decode-0", decode_part, decode)
+        failed, before = len(traffic.failed()), len(traffic.answers)
+        await traffic.answered(20)
+        assert len(traffic.failed()) == failed
+        assert "disaggregated" in [answer.path for _, answer in traffic.answers[before:]]
+    await service.wait_idle(internal, SETTLE_S)

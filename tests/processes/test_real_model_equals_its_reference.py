@@ -21,10 +21,10 @@ from tests.support.service import Service, running_service
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(300)]
 
 NAME = "smollm2-135m-instruct"
-TOKENS = 20
+TOKENS = 16
 BLOCK = 16
 # Of every kind that the list has: questions, code, scripts, emoji, white space, numbers, long ones, a rendered chat.
-CHOSEN = tuple(PROMPTS[index] for index in (0, 46, 5, 9, 12, 13, 15, 19, 25, 28, 37, 45, 48, 49))
+CHOSEN = tuple(PROMPTS[index] for index in (0, 46, 5, 9, 12, 13, 19, 25, 28, 37, 45, 48, 49))
 
 
 @pytest.fixture(scope="module")
