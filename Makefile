@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) UV_PYTHON=$(BIN)/python UV_PYTHON_DOWNLOADS=never \
 	UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-120} $(BIN)/uv sync --locked --inexact
 
-.PHONY: help serve test lint format docs crds sim bench install install-dev clean
+.PHONY: help serve test lint format docs crds sim sim-full bench install install-dev clean
 
 help: ## show this list
 	@echo "usage: make TARGET [PORT=$(PORT)] [PYTHON=$(PYTHON)]"
@@ -47,6 +47,9 @@ crds: install-dev ## write the CRDs that are generated from the manifest's types
 
 sim: install-dev ## simulate SEEDS fault schedules of router, prefill and decode in one process
 	KVFERRY_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/simulation $(ARGS)
+
+sim-full: install-dev ## simulate 5000 fault schedules; a failing seed is shrunk and printed
+	$(BIN)/python -m tests.simulation --seeds 5000
 
 bench: install-dev ## run every benchmark; benchmarks/README.md explains the figures
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done

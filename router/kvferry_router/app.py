@@ -187,7 +187,7 @@ class RouterApp:
     # ---- admission ---------------------------------------------------------------------------------------------
 
     async def _admit(self, internal_id: str) -> None:
-        """Raises ``ApiError`` 429 when there is no place, at once or within the queue's time."""
+        """Raises ``ApiError`` 429 when there is no place, at once or within the queue's time and the request's own."""
         placed = self._admission.arrive(internal_id)
         if placed == "full":
             raise as_api_error(failures.QUEUE_FULL)
@@ -196,7 +196,7 @@ class RouterApp:
         turn = self._turns[internal_id] = asyncio.get_running_loop().create_future()
         self._proxy.metrics.queued.set(self._admission.waiting)
         try:
-            async with asyncio.timeout(self._limits.queue_wait_s):
+            async with asyncio.timeout(min(self._limits.queue_wait_s, self._deadline_s)):
                 await turn
         except TimeoutError:
             raise as_api_error(failures.QUEUE_FULL) from None
@@ -218,7 +218,7 @@ class RouterApp:
     async def _wait_for_tools(self) -> TextTools:
         """The text tools of a pod that could answer; a pod that comes back within a moment is waited for."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._limits.capacity_wait_s
+        until = loop.time() + min(self._limits.capacity_wait_s, self._deadline_s)
         while (tools := self._tools()) is None:
             if loop.time() >= until:
                 raise as_api_error(failures.NO_CAPACITY)
