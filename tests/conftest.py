@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """The demo model's folder, fetched once per machine (83 MB).
+    """The demo model's folder, fetched once per machine (93 MB).
 
     Where it cannot be fetched the tests that need it are skipped, except under ``CI``, where that is a failure.
     """
