@@ -32,7 +32,7 @@ SEATS = (
     PodSeat(name="decode-1", role="decode"),
     PodSeat(name="router", role="router"),
 )
-POLICY = Policy(grace_s=10.0, stable_s=30.0, start_s=100.0, hung_s=20.0, silent_s=5.0)
+POLICY = Policy(grace_s=10.0, stable_s=30.0, start_s=100.0, hung_s=20.0, hung_probes=4, silent_probes=2, late_probes=2)
 
 
 def make_supervisor(**changes: object) -> Supervisor:
@@ -123,30 +123,53 @@ def test_a_probe_of_an_earlier_process_says_nothing() -> None:
 
 
 def test_one_lost_probe_is_no_news_but_a_refusal_is() -> None:
-    """Silence counts after a while, an answer that says "not ready" at once."""
+    """Silence counts when it lasts for two probes in a row, an answer that says "not ready" at once."""
     supervisor = make_supervisor()
     all_ready(supervisor, 1.0)
     assert bad(supervisor, "decode-0", 5.9, live=False) == []
-    assert of_kind(bad(supervisor, "decode-0", 6.1, live=False), Changed) == ["decode-0"]
+    assert ready(supervisor, "decode-0", 6.0) == []
+    assert bad(supervisor, "decode-0", 7.0, live=False) == []
+    assert of_kind(bad(supervisor, "decode-0", 8.0, live=False), Changed) == ["decode-0"]
     assert of_kind(bad(supervisor, "decode-1", 2.0, live=True), Changed) == ["decode-1"]
 
 
-def test_a_process_that_hangs_or_never_gets_ready_is_killed_once() -> None:
-    """Then it exits, and what was done to it is in the reason."""
+def test_a_process_that_hangs_is_killed_once_after_several_probes_without_an_answer() -> None:
+    """Both the count and the duration are needed; what was done to it is in the reason of its exit."""
     supervisor = make_supervisor()
     supervisor.start(0.0)
     ready(supervisor, "decode-0", 1.0)
-    bad(supervisor, "decode-0", 10.0, live=False)
-    assert supervisor.next_wake() == 21.0
-    assert supervisor.tick(21.0) == [Kill("decode-0", "answered no probe for 20 s")]
-    assert supervisor.tick(22.0) == []
-    assert of_kind(supervisor.tick(100.0), Kill) == [
-        "prefill-0",
-        "decode-1",
-    ]
-    supervisor.exited("decode-0", 1, "killed by SIGKILL", 100.0)
+    for now in (10.0, 11.0, 12.0, 13.0, 29.0):
+        assert of_kind(bad(supervisor, "decode-0", now, live=False), Kill) == []
+    assert bad(supervisor, "decode-0", 30.0, live=False) == [Kill("decode-0", "answered no probe for 20 s")]
+    assert bad(supervisor, "decode-0", 31.0, live=False) == []
+    supervisor.exited("decode-0", 1, "killed by SIGKILL", 31.0)
     view = {pod.name: pod for pod in supervisor.view()}
     assert view["decode-0"].reason == "answered no probe for 20 s; killed by SIGKILL"
+
+
+def test_a_process_that_never_gets_ready_is_killed_once() -> None:
+    """After its time to start, by probes that say so."""
+    supervisor = make_supervisor()
+    supervisor.start(0.0)
+    assert bad(supervisor, "decode-0", 99.0) == []
+    assert bad(supervisor, "decode-0", 100.0) == []
+    assert bad(supervisor, "decode-0", 101.0) == [Kill("decode-0", "not ready within 100 s")]
+    assert bad(supervisor, "decode-0", 102.0) == []
+
+
+@pytest.mark.parametrize("pause", [4.0, 35.0, 5000.0])
+def test_a_launcher_that_was_paused_kills_nothing_and_calls_nothing_unready(pause: float) -> None:
+    """The one probe that a pause broke is no evidence, whatever the clock says."""
+    supervisor = make_supervisor()
+    supervisor.start(0.0)
+    ready(supervisor, "decode-0", 1.0)
+    now = 1.0 + pause
+    assert bad(supervisor, "decode-0", now, live=False) == []
+    assert bad(supervisor, "prefill-0", now, live=False) == []
+    assert supervisor.next_wake() is None
+    assert supervisor.tick(now) == []
+    assert ready(supervisor, "decode-0", now + 1.0) == []
+    assert of_kind(ready(supervisor, "prefill-0", now + 1.0), Kill) == []
 
 
 def test_stopping_goes_router_decode_prefill_and_kills_what_is_late() -> None:
@@ -198,13 +221,16 @@ def test_giving_up_is_for_pods_that_never_were_ready() -> None:
     assert of_kind(supervisor.exited("prefill-0", 1, "exit status 2", 504.0, hopeless=True), GaveUp) == ["prefill-0"]
 
 
-def test_on_a_terminal_nobody_gives_up() -> None:
-    """Without a limit a pod is started again whatever its exit status."""
+def test_on_a_terminal_only_what_is_hopeless_is_given_up() -> None:
+    """Without a limit a pod is started again, but not one that says that it can never work."""
     supervisor = make_supervisor()
     supervisor.start(0.0)
     for attempt in range(1, 20):
-        assert of_kind(supervisor.exited("decode-0", attempt, "x", attempt * 100.0, hopeless=True), GaveUp) == []
+        assert of_kind(supervisor.exited("decode-0", attempt, "x", attempt * 100.0), GaveUp) == []
         assert of_kind(supervisor.tick(attempt * 100.0 + 50.0), Spawn) == ["decode-0"]
+    effects = supervisor.exited("prefill-0", 1, "exit status 2", 2000.0, hopeless=True)
+    assert of_kind(effects, GaveUp) == ["prefill-0"]
+    assert [effect.retry_s for effect in effects if isinstance(effect, Changed)] == [0.0]
 
 
 @pytest.mark.parametrize(("state", "trigger"), list(itertools.product(PodState, Trigger)))

@@ -198,7 +198,8 @@ class Launcher:
             self._screen.say(f"{name} is not ready any more: {change.reason}")
         elif state is PodState.BACKOFF:
             tail = self._tail_of(name)
-            self._screen.say(f"{name} ended: {change.reason}; it starts again in {change.retry_s:.1f} s{tail}")
+            then = f"it starts again in {change.retry_s:.1f} s" if change.retry_s else "another try would end alike"
+            self._screen.say(f"{name} ended: {change.reason}; {then}{tail}")
         elif state is PodState.STOPPED and change.before is PodState.STOPPING:
             self._screen.say(f"{name} stopped: {change.reason}")
 

@@ -66,16 +66,23 @@ class IllegalTransitionError(RuntimeError):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations in seconds."""
+    """Durations in seconds; probes are counted as they complete, each with a deadline of its own.
+
+    Silence is judged by completed probes in a row, never by the clock alone: a launcher that was paused has heard
+    nothing for as long, and that says nothing of its pods.
+    """
 
     backoff_first_s: float = 0.5
     backoff_cap_s: float = 30.0
     stable_s: float = 30.0  # ready for this long: the next exit is a first one again
     start_s: float = 900.0  # a process that was not ready by then is killed and started again
-    silent_s: float = 5.0  # a ready pod whose probes fail without an answer for this long counts as unready
-    hung_s: float = 30.0  # a process that answers no probe at all for this long, once ready, is killed
+    late_probes: int = 3  # probes that say "not ready" after `start_s` before the process is killed
+    silent_probes: int = 2  # a ready pod counts as unready when so many probes in a row had no answer
+    hung_s: float = 30.0  # a process that was ready and answers nothing is killed when its silence is that long,
+    hung_probes: int = 8  # and so many probes in a row had no answer
     grace_s: float = 15.0  # of one tier, from SIGTERM to SIGKILL
-    give_up_after: int | None = None  # exits of one pod that was never ready, before the service gives up
+    # Exits of one pod that was never ready, before the service gives up; what is hopeless is given up at once.
+    give_up_after: int | None = None
 
 
 class PodSeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +116,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True):
-    """The pod is in another state. ``retry_s``: with BACKOFF, the delay until its next process."""
+    """The pod is in another state. ``retry_s``: with BACKOFF, the delay until its next process; 0 with ``GaveUp``."""
 
     name: str
     before: PodState
@@ -119,7 +126,7 @@ class Changed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GaveUp(msgspec.Struct, frozen=True):
-    """The pod exited too often without having been ready; stopping is the shell's decision."""
+    """The pod exited without having been ready, too often or beyond hope; stopping is the shell's decision."""
 
     name: str
     reason: str
@@ -154,7 +161,9 @@ class _Pod:
         self.failures = 0  # exits in a row without a stable time between them
         self.ever_ready = False
         self.since = 0.0  # of the state
-        self.alive_at = 0.0  # when a probe was last answered, or the process started
+        self.late = 0  # probes that said "not ready" after the time to start was over
+        self.silent = 0  # probes without an answer in a row
+        self.silent_since = 0.0  # when the first of them completed
         self.wake: float | None = None
         self.reason = ""
         self.kill_reason = ""  # why the supervisor killed its process
@@ -193,12 +202,18 @@ class Supervisor:
         if attempt != pod.attempt or pod.state not in RUNNING:
             return []
         if live:
-            pod.alive_at = now
-        elif pod.state is PodState.READY and now - pod.alive_at < self._policy.silent_s:
-            return []  # one lost probe on a busy machine is no news
+            pod.silent = 0
+        else:
+            pod.silent += 1
+            pod.silent_since = now if pod.silent == 1 else pod.silent_since
+            if pod.state is PodState.READY and pod.silent < self._policy.silent_probes:
+                return []  # one lost probe on a busy machine is no news
         effects = self._move(pod, Trigger.PROBE_OK if ready else Trigger.PROBE_BAD, "" if ready else reason, now)
         if pod.state is PodState.READY:
             pod.ever_ready = True
+        elif overdue := self._overdue(pod, now):
+            pod.kill_reason = overdue
+            effects.append(Kill(pod.seat.name, overdue))
         return effects + self._settle(now)
 
     def exited(self, name: str, attempt: int, why: str, now: float, *, hopeless: bool = False) -> list[Effect]:
@@ -215,14 +230,16 @@ class Supervisor:
             why, pod.kill_reason = f"{pod.kill_reason}; {why}", ""
         stable = pod.state is PodState.READY and now - pod.since >= self._policy.stable_s
         pod.failures = 1 if stable else pod.failures + 1
+        limit = self._policy.give_up_after
+        too_often = limit is not None and pod.failures >= limit
+        gives_up = not pod.ever_ready and not self._stopping and (hopeless or too_often)
         delay = backoff(pod.failures, self._policy)
-        effects = self._move(pod, Trigger.EXITED, why, now, delay)
+        effects = self._move(pod, Trigger.EXITED, why, now, 0.0 if gives_up else delay)
         if pod.state is PodState.BACKOFF and self._stopping:
             effects += self._move(pod, Trigger.STOP, why, now)
         elif pod.state is PodState.BACKOFF:
             pod.wake = now + delay
-            limit = self._policy.give_up_after
-            if limit is not None and not pod.ever_ready and (hopeless or pod.failures >= limit):
+            if gives_up:
                 effects.append(GaveUp(name, why))
         return effects + self._settle(now)
 
@@ -254,9 +271,6 @@ class Supervisor:
         for pod in self._pods.values():
             if pod.state is PodState.BACKOFF and pod.wake is not None and pod.wake <= now:
                 effects += self._begin(pod, now)
-            elif reason := self._overdue(pod, now):
-                pod.kill_reason = reason
-                effects.append(Kill(pod.seat.name, reason))
         if self._tier_deadline is not None and self._tier_deadline <= now:
             self._tier_deadline = now + self._policy.grace_s  # and again, should one survive this
             effects += [
@@ -271,7 +285,6 @@ class Supervisor:
     def next_wake(self) -> float | None:
         """When ``tick`` has something to do if no event comes before; ``None`` for never."""
         times = [pod.wake for pod in self._pods.values() if pod.wake is not None]
-        times += [at for pod in self._pods.values() if (at := self._overdue_at(pod)) is not None]
         if self._tier_deadline is not None:
             times.append(self._tier_deadline)
         return min(times, default=None)
@@ -305,7 +318,7 @@ class Supervisor:
     def _begin(self, pod: _Pod, now: float) -> list[Effect]:
         pod.attempt += 1
         pod.wake = None
-        pod.alive_at = now
+        pod.late = pod.silent = 0
         effects = self._move(pod, Trigger.START, "", now)
         return [*effects, Spawn(pod.seat.name, pod.attempt)]
 
@@ -322,20 +335,18 @@ class Supervisor:
         shown_delay = retry_s if after is PodState.BACKOFF else 0.0
         return [Changed(name=pod.seat.name, before=before, state=after, reason=reason, retry_s=shown_delay)]
 
-    def _overdue_at(self, pod: _Pod) -> float | None:
-        if pod.kill_reason or self._stopping:
-            return None
-        if pod.state is PodState.STARTING:
-            return pod.since + self._policy.start_s
-        return pod.alive_at + self._policy.hung_s if pod.state is PodState.UNREADY else None
-
     def _overdue(self, pod: _Pod, now: float) -> str:
-        at = self._overdue_at(pod)
-        if at is None or at > now:
+        """Why the process must be killed after a probe that was not answered with "ready"; empty while it need not."""
+        if pod.kill_reason or self._stopping:
             return ""
-        if pod.state is PodState.STARTING:
-            return f"not ready within {self._policy.start_s:g} s"
-        return f"answered no probe for {self._policy.hung_s:g} s"
+        policy = self._policy
+        if pod.state is PodState.STARTING and now - pod.since >= policy.start_s:
+            pod.late += 1
+            return f"not ready within {policy.start_s:g} s" if pod.late >= policy.late_probes else ""
+        hung = pod.silent >= policy.hung_probes and now - pod.silent_since >= policy.hung_s
+        if pod.state is PodState.UNREADY and hung:
+            return f"answered no probe for {now - pod.silent_since:.0f} s"
+        return ""
 
     def _settle(self, now: float) -> list[Effect]:
         """What follows from the pods' states: the router's turn, the next tier's turn, the service's own events."""
