@@ -70,6 +70,19 @@ def bound_socket(socket: "zmq.Socket[bytes]", max_message_bytes: int, high_water
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
+def bound_port(socket: "zmq.Socket[bytes]", asked: int) -> int:
+    """The TCP port of a socket's last ``bind``; ``asked`` is what it was bound to, 0 for any.
+
+    Raises:
+        OSError: the socket is bound to another port than the one asked for.
+    """
+    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    port = int(endpoint.rsplit(":", 1)[1])
+    if asked not in (0, port):
+        raise OSError(f"port {asked} was asked for, but the socket is bound to {endpoint}")
+    return port
+
+
 class Gate:
     """The ZAP handler (RFC 27) of one ZMQ context: a thread that admits one public key per plane.
 

@@ -48,6 +48,14 @@ class Child:
             return self.process.wait()
 
 
+def own_module(name: str) -> list[str]:
+    """The command line that runs a module of ours with this interpreter; arguments may follow.
+
+    ``-P``: no file of the working directory is imported in place of an installed module.
+    """
+    return [sys.executable, "-P", "-m", name]
+
+
 def spawn(
     argv: Sequence[str],
     *,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvferry_service.metrics import BoundedLabel
-from kvferry_service.parent import die_with_parent, spawn
+from kvferry_service.parent import die_with_parent, own_module, spawn
 
 CHILD = """
     import argparse, os, pathlib, signal, sys, threading
@@ -77,6 +77,16 @@ def test_a_closed_parent_fd_is_refused() -> None:
     """A wrong ``--parent-fd`` is an error that names the flag, not a process without a parent."""
     with pytest.raises(ValueError, match="--parent-fd 987"):
         die_with_parent(987, lambda: None, grace_s=1.0)
+
+
+def test_our_module_is_not_replaced_by_the_working_directory(tmp_path: Path) -> None:
+    """A file or folder there named like a package of ours, or like one that we import, is not imported."""
+    for name in ("kvferry_service", "zmq", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
+    done = subprocess.run(
+        own_module("kvferry_service.curve"), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_labels_are_bounded() -> None:

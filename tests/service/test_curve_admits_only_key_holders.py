@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry_service.curve import Gate, secure_client, secure_server
+from kvferry_service.curve import Gate, bound_port, secure_client, secure_server
 from kvferry_wire.keys import curve_secret, derive
 
 KEY = bytes(range(32))
@@ -101,3 +101,29 @@ def test_purposes_give_unrelated_keys() -> None:
     """Both sides of a plane have their own secret."""
     assert curve_secret(KEY, "server") != curve_secret(KEY, "client")
     assert derive(KEY, "curve-server") != KEY
+
+
+class Bound:
+    """A socket that says it is bound to an endpoint."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    def getsockopt_string(self, option: int) -> str:
+        assert option == zmq.LAST_ENDPOINT
+        return self._endpoint
+
+
+@pytest.mark.parametrize("port", [7, 70, 100, 20_000, 20_010, 65_530])
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_bound_port_keeps_its_digits(host: str, port: int) -> None:
+    """Zeros at the end of a port are part of it."""
+    socket: Any = Bound(f"tcp://{host}:{port}")
+    assert bound_port(socket, 0) == bound_port(socket, port) == port
+
+
+def test_another_port_than_asked_for_is_refused() -> None:
+    """A socket that is bound elsewhere is an error that names both."""
+    socket: Any = Bound("tcp://127.0.0.1:2")
+    with pytest.raises(OSError, match=r"port 20000 .*127\.0\.0\.1:2$"):
+        bound_port(socket, 20_000)

@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import zmq.asyncio
 from kvferry_runtime.engine import messages
 from kvferry_runtime.engine.messages import Downward, EngineConfig, Upward
 from kvferry_service import logs
-from kvferry_service.parent import Child, spawn
+from kvferry_service.parent import Child, own_module, spawn
 from kvferry_wire.limits import Limits
 
 IDENTITY = b"engine"  # of the EngineCore's DEALER
@@ -104,7 +103,7 @@ class EngineChild:
         env = dict(os.environ)
         env["OMP_NUM_THREADS"] = str(config.threads)
         child = spawn(
-            [sys.executable, "-m", "kvferry_runtime.engine.process"],
+            own_module("kvferry_runtime.engine.process"),
             env=env,
             stdin=subprocess.PIPE,
         )

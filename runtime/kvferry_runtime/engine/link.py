@@ -29,7 +29,7 @@ class Waker:
     def wake(self) -> None:
         """From any thread. A full pipe wakes as well as one more byte would."""
         try:
-            os.write(self._write_fd, b"\\0")
+            os.write(self._write_fd, b"\0")
         except (BlockingIOError, OSError):
             pass
 

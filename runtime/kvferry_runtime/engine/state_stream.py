@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import zmq
 
-from kvferry_service.curve import Gate, secure_server
+from kvferry_service.curve import Gate, bound_port, secure_server
 from kvferry_wire import state
 from kvferry_wire.limits import Limits
 from kvferry_wire.state import BlocksRemoved, BlocksStored, Load, Snapshot, StateEvent, StateMessage
@@ -74,10 +74,13 @@ class StatePublisher:
         try:
             self._socket.setsockopt(zmq.IPV6, int(":" in host))
             self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+            self.port = bound_port(self._socket, port)
+        except OSError:
+            self.close()
+            raise
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"--state-port: cannot listen on {host}:{port}: {error.strerror}") from None
-        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].rstrip(b"\\0"))  # type: ignore[union-attr]  # bytes for this option
 
     def send(self, messages: Iterable[StateMessage]) -> None:
         for message in messages:

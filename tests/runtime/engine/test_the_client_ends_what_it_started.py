@@ -52,3 +52,18 @@ async def test_closing_while_it_starts(after_s: float, tmp_path: Path, monkeypat
     assert client.state is EngineState.STOPPED
     assert {child.pid for child in psutil.Process().children()} <= before
     assert not os.listdir(tmp_path)
+
+
+async def test_the_working_directory_shadows_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is started where files are named like our libraries imports the libraries."""
+    for name in ("torch", "msgspec", "kvferry_runtime"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    client = make_client()
+    client.start()
+    try:
+        async with asyncio.timeout(30):
+            await client.wait_ready()
+        assert client.starts == 1
+    finally:
+        await client.close()
