@@ -176,6 +176,19 @@ def test_a_crash_loop_is_explained_with_the_last_lines_and_the_others_serve_on(
     run.stop()
 
 
+def test_a_pod_that_can_never_work_ends_the_service_with_its_last_lines(
+    launch: Callable[[dict[str, list[str]]], Run],
+) -> None:
+    """Exit status 2 is a pod's word for arguments and files at fault; it is not started a second time."""
+    run = launch(TRIO | {"decode-1": ["--exit-code", "2"]})
+    assert run.process.wait(WAIT_S) == 0
+    text = run.output.read_text()
+    assert "; another try would end alike; its last lines:" in text
+    assert "end: decode-1 does not start: exit status 2" in text
+    assert text.count("decode-1  | hello") == 1
+    assert text.rstrip().endswith("    broken decode-1")
+
+
 def test_output_is_prefixed_on_the_terminal_and_kept_per_pod(launch: Callable[[dict[str, list[str]]], Run]) -> None:
     """Lines say whose they are; each pod has its own file, readable by its owner only."""
     run = launch(TRIO)

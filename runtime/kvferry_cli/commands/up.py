@@ -9,7 +9,8 @@ from pathlib import Path
 from kvferry_cli.arguments import HelpFormatter, add_state_dir, port, seconds
 from kvferry_cli.errors import ExitCode, UserError
 from kvferry_cli.local.background import Reporter, start_in_background
-from kvferry_cli.local.service import Prepared, prepare, run_service
+from kvferry_cli.local.preflight import engine_faults, refuse
+from kvferry_cli.local.service import prepare, run_service
 from kvferry_cli.local.state_dir import StateDir
 from kvferry_cli.models import resolve_model
 from kvferry_operator.api import MAX_MANIFEST_BYTES, InferenceService, ManifestError, load_manifest
@@ -50,6 +51,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
+    reporter = Reporter(args.background_fd)
+    try:
+        return _run(args, reporter)
+    except UserError as error:
+        reporter.ended(str(error), code=error.code, located=error.located)
+        raise
+
+
+def _run(args: argparse.Namespace, reporter: Reporter) -> int:
     service_plan = planned(args.file)
     state = StateDir(args.state_dir if args.state_dir is not None else args.file.absolute().parent / ".kvferry")
     state.create()
@@ -58,19 +68,13 @@ def run(args: argparse.Namespace) -> int:
         state.unlock()
     else:
         state.lock()
-    detached = args.background_fd is not None
+        reporter.own_log(state.launcher_log)
     base = args.file.absolute().parent
-    model = resolve_model(service_plan.source, base, progress=not detached and sys.stderr.isatty())
+    model = resolve_model(service_plan.source, base, progress=not reporter.background and sys.stderr.isatty())
     if args.detach:
         return start_in_background(args, state)
     prepared = prepare(service_plan, state, manifest=args.file.absolute(), model=model, port=args.port)
-    return asyncio.run(_foreground(prepared, args.background_fd))
-
-
-async def _foreground(prepared: Prepared, background_fd: int | None) -> int:
-    reporter = Reporter(background_fd)
-    failure = await run_service(prepared, reporter)
-    if failure:
+    if failure := asyncio.run(run_service(prepared, reporter)):
         raise UserError(failure)
     return ExitCode.OK
 
@@ -78,6 +82,7 @@ async def _foreground(prepared: Prepared, background_fd: int | None) -> int:
 def planned(file: Path) -> ServicePlan:
     """The plan of a manifest file on this machine. Raises ``UserError`` with every fault."""
     service = read_manifest(file)
+    refuse(file, engine_faults(service))
     try:
         return plan(service, Observed(cores=usable_cores()))
     except PlanError as error:

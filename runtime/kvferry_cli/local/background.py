@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -23,6 +24,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     event: Literal["ready", "ended"]
     failure: str = ""
+    code: ExitCode = ExitCode.FAILED
+    located: bool = False  # see `UserError`
 
 
 class Reporter:
@@ -36,9 +39,14 @@ class Reporter:
         """The service is ready for the first time: the waiting command returns."""
         self._send(Report(event="ready"))
 
-    def ended(self, failure: str) -> None:
-        """The service has ended."""
-        self._send(Report(event="ended", failure=failure))
+    def ended(self, failure: str, *, code: ExitCode = ExitCode.FAILED, located: bool = False) -> None:
+        """The service has ended, or was never begun; the other arguments are those of ``UserError``."""
+        self._send(Report(event="ended", failure=failure, code=code, located=located))
+
+    def own_log(self, log: Path) -> None:
+        """The state folder is ours: what earlier launchers wrote to the log goes."""
+        if self.background and log.exists():
+            os.truncate(log, 0)
 
     def _send(self, report: Report) -> None:
         if self._descriptor is None:
@@ -54,8 +62,9 @@ class Reporter:
 def start_in_background(args: argparse.Namespace, state: StateDir) -> int:
     """Start ``kvferry up`` in a session of its own; returns when it is ready. Raises ``UserError`` when it fails."""
     read_end, write_end = os.pipe()
-    log = state.logs / "launcher.log"
-    with log.open("wb") as output:
+    log = state.launcher_log
+    # Appended to, not emptied: it may be that of a launcher which takes the folder first (see `Reporter.own_log`).
+    with log.open("ab") as output:
         log.chmod(0o600)
         command = [sys.executable, "-P", "-m", "kvferry_cli", "up", str(args.file), "--state-dir", str(state.path)]
         command += ["--background-fd", str(write_end)]
@@ -71,20 +80,22 @@ def start_in_background(args: argparse.Namespace, state: StateDir) -> int:
     os.close(write_end)
     identity = identify(process.pid)
     try:
-        report = _wait_for_report(read_end, args.wait)
+        report = wait_for_report(read_end, args.wait)
+    except TimeoutError:
+        _stop(identity, process)
+        raise UserError(f"not ready within {args.wait:g} s{_end_of(log)}") from None
     except KeyboardInterrupt:
         _stop(identity, process)
         raise
     finally:
         os.close(read_end)
     if report is None:
-        alive = process.poll() is None
-        _stop(identity, process)
-        why = f"not ready within {args.wait:g} s" if alive else "the launcher ended"
-        raise UserError(f"{why}; the end of {log}:\n{_tail(log.read_text(errors='replace'))}")
+        code = process.wait()
+        raise UserError(f"the launcher ended with status {code}{_end_of(log)}")
     if report.event == "ended":
         process.wait()
-        raise UserError(report.failure or "the service was stopped before it was ready")
+        why = report.failure or "the service was stopped before it was ready"
+        raise UserError(why, report.code, located=report.located)
     record = state.read_state()
     if record is None:
         raise UserError(f"the service ended; its log is {log}")
@@ -101,20 +112,20 @@ def _print_started(record: ServiceRecord, state: StateDir) -> None:
     )
 
 
-def _wait_for_report(descriptor: int, timeout_s: float) -> Report | None:
-    """The first report; ``None`` when the process ended without one, or time is up."""
+def wait_for_report(descriptor: int, timeout_s: float) -> Report | None:
+    """The first report; ``None`` when the process ended without one. Raises ``TimeoutError`` when time is up."""
     deadline = time.monotonic() + timeout_s
     received = b""
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([descriptor], [], [], left)[0]:
-            return None
+            break
         data = os.read(descriptor, 65536)
         received += data
         if b"\n" in received:
             return msgspec.json.decode(received.partition(b"\n")[0], type=Report)
         if not data:
             return None
-    return None
+    raise TimeoutError
 
 
 def _stop(identity: ProcessId | None, process: "subprocess.Popen[bytes]") -> None:
@@ -129,5 +140,10 @@ def _stop(identity: ProcessId | None, process: "subprocess.Popen[bytes]") -> Non
         wait_gone([identity], 5.0)
 
 
-def _tail(text: str, lines: int = 20) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+def _end_of(log: Path, lines: int = 20) -> str:
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        return ""  # the folder is gone, and the log with it
+    told = "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+    return f"; the end of {log}:\n{told}"

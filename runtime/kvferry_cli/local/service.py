@@ -13,6 +13,7 @@ from kvferry_cli.local.launcher import Launcher
 from kvferry_cli.local.logs import Screen
 from kvferry_cli.local.pod import LocalPod, discovery, render
 from kvferry_cli.local.ports import HOST, allocate
+from kvferry_cli.local.preflight import api_keys_file, check_model
 from kvferry_cli.local.state_dir import STATE_VERSION, ServiceRecord, StateDir, write_atomically
 from kvferry_cli.local.supervisor import Policy
 from kvferry_operator.plan import ServicePlan
@@ -33,6 +34,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 def prepare(plan: ServicePlan, state: StateDir, *, manifest: Path, model: str, port: int | None) -> Prepared:
     """Make keys, ports and discovery in the locked state folder. Raises ``UserError``."""
+    check_model(model)
+    api_keys = api_keys_file(plan, manifest.parent)
     notes = list(plan.notes)
     if (old := state.read_state()) is not None:
         left = kill_trees(pod.process for pod in old.pods if pod.process is not None)
@@ -50,7 +53,7 @@ def prepare(plan: ServicePlan, state: StateDir, *, manifest: Path, model: str, p
         ports,
         state,
         model=model,
-        api_keys_file=_api_keys_file(plan, manifest.parent),
+        api_keys_file=api_keys,
         log_format="text" if sys.stdout.isatty() else "json",
     )
     write_atomically(state.pods_file, discovery(pods))
@@ -69,15 +72,6 @@ def prepare(plan: ServicePlan, state: StateDir, *, manifest: Path, model: str, p
     return Prepared(pods=pods, record=record, state=state, notes=tuple(notes))
 
 
-def _api_keys_file(plan: ServicePlan, base: Path) -> Path | None:
-    if plan.api_keys_file is None:
-        return None
-    path = (base / Path(plan.api_keys_file).expanduser()).absolute()
-    if not path.is_file():
-        raise UserError(f"spec.router.apiKeys.keysFile: there is no file {path}")
-    return path
-
-
 async def run_service(prepared: Prepared, reporter: Reporter) -> str:
     """Run a prepared service to its end; returns why it failed, or an empty string."""
     screen = Screen([pod.name for pod in prepared.pods], quiet=reporter.background)
@@ -93,12 +87,11 @@ async def run_service(prepared: Prepared, reporter: Reporter) -> str:
         reporter.ready()
 
     # In the background nobody watches a pod that cannot start; on a terminal somebody does, and may mend the cause.
+    # What can never work is given up in either case.
     policy = Policy(give_up_after=GIVE_UP_AFTER if reporter.background else None)
     try:
         launcher = Launcher(prepared.pods, state, record, screen, policy, on_ready=on_ready)
         outcome = await launcher.run()
-        if outcome.failure:
-            screen.say(outcome.failure)
         reporter.ended(outcome.failure)
     finally:
         registry.withdraw(state)

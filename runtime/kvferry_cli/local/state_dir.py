@@ -85,6 +85,11 @@ class StateDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher itself writes when it runs in the background."""
+        return self.logs / "launcher.log"
+
     def create(self) -> None:
         """Make the folder, for its owner alone. Raises ``UserError``."""
         try:
