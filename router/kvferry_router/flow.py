@@ -12,6 +12,7 @@ Rules:
 - Once the client has bytes, a failure is an error event and a cut stream, never ``[DONE]``.
 - ``End`` is passed on when the leg's stream is over (or ``Limits.end_grace_s`` later), and only if nothing follows it.
 - Attempt numbers count all legs of a request, so that prefill and decode on one pod never share an abort's tombstone.
+- A leg whose pod said that it failed, or refused it, is over there and is not aborted.
 - A handle that was received and led to no answer is withdrawn: the prefill leg is aborted by name after its end.
 """
 
@@ -51,6 +52,7 @@ from kvferry_router.leg_faults import (
     CLOSED_AS,
     DECODE_FAILURES,
     FAILED_AS,
+    NEVER_TAKEN,
     NO_FAULT_OF_THE_POD,
     Fault,
     recompute_reason,
@@ -263,10 +265,8 @@ class RequestFlow:
                     self._leg_failed("protocol", now, out)
                     return
                 self._prefilled(frame, now, out)
-            case Fail(kind="invalid"):
-                self._fail(failures.invalid(frame.message, frame.param), now, out)
             case Fail():
-                self._leg_failed(FAILED_AS[frame.kind], now, out)
+                self._fail_frame(frame, now, out)
             case _:
                 self._leg_failed("protocol", now, out)
 
@@ -295,12 +295,18 @@ class RequestFlow:
                 self._tokens(frame, now, out)
             case End():
                 self._end_frame(frame, now, out)
-            case Fail(kind="invalid"):
-                self._fail(failures.invalid(frame.message, frame.param), now, out)
             case Fail():
-                self._leg_failed(FAILED_AS[frame.kind], now, out)
+                self._fail_frame(frame, now, out)
             case Prefilled() | Handoff():
                 self._leg_failed("protocol", now, out)
+
+    def _fail_frame(self, frame: Fail, now: float, out: list[Effect]) -> None:
+        """The pod has ended the leg itself and told why."""
+        if frame.kind == "invalid":
+            self._finish_open(out)
+            self._fail(failures.invalid(frame.message, frame.param), now, out)
+        else:
+            self._leg_failed(FAILED_AS[frame.kind], now, out, ended=True)
 
     def _tokens(self, frame: Tokens, now: float, out: list[Effect]) -> None:
         if not 0 <= frame.choice < len(self._emitted) or (frame.data and not self.stream):
@@ -345,17 +351,21 @@ class RequestFlow:
         if not self._is_open(event.attempt):
             return
         if event.cause == "invalid":
+            self._finish_open(out)
             self._fail(failures.invalid(event.message, event.param), now, out)
         elif self.state is State.ENDING and event.cause != "garbage":
             self._finish(now, out)  # `End` came whole; how the stream closed behind it says nothing more
         else:
-            self._leg_failed(CLOSED_AS[event.cause], now, out)
+            self._leg_failed(CLOSED_AS[event.cause], now, out, ended=event.cause in NEVER_TAKEN)
 
-    def _leg_failed(self, how: Fault, now: float, out: list[Effect]) -> None:
-        """The open leg is given up: another pod, another way, or the end."""
+    def _leg_failed(self, how: Fault, now: float, out: list[Effect], *, ended: bool = False) -> None:
+        """The open leg is given up: another pod, another way, or the end. ``ended``: its pod works on it no more."""
         assert self._open is not None
         kind, pod = self._open
-        self._abort_open(out)
+        if ended:
+            self._finish_open(out)
+        else:
+            self._abort_open(out)
         self._failed[kind].add(pod)
         if how not in NO_FAULT_OF_THE_POD:
             out.append(PodFailed(pod, kind, how))
@@ -415,8 +425,7 @@ class RequestFlow:
 
     def _finish(self, now: float, out: list[Effect]) -> None:
         assert self._end is not None
-        out.append(FinishLeg(self._attempts - 1))
-        self._open = None
+        self._finish_open(out)
         self._release("decode", out)
         if self._lease is not None and self._end.recomputed:
             out.append(AbortLeg(*self._lease))  # a handle that was refused unread was given up to nobody
@@ -471,6 +480,11 @@ class RequestFlow:
     def _abort_open(self, out: list[Effect]) -> None:
         if self._open is not None:
             out.append(AbortLeg(self._attempts - 1, self._open[1]))
+            self._open = None
+
+    def _finish_open(self, out: list[Effect]) -> None:
+        if self._open is not None:
+            out.append(FinishLeg(self._attempts - 1))
             self._open = None
 
     def _book(self, kind: Kind, pod: str, out: list[Effect], *, computes: bool = True) -> None:

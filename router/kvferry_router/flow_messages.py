@@ -121,7 +121,7 @@ class OpenLeg:
 
 @dataclass(frozen=True, slots=True)
 class FinishLeg:
-    """The leg has said all: let its stream close by itself, so that the pod sees its answer delivered."""
+    """The leg has said all, be it a failure: let its stream close by itself, so that the pod sees it delivered."""
 
     attempt: int
 

@@ -26,6 +26,8 @@ FAILED_AS: dict[FailKind, Fault] = {
     "cancelled": "failed",  # not by us
     "internal": "failed",
 }
+# Refused by status: there is nothing at the pod to abort.
+NEVER_TAKEN: frozenset[CloseCause] = frozenset({"busy", "draining", "invalid"})
 # What the client is told when decode failed like this and no other pod is left.
 DECODE_FAILURES: dict[Fault, Failure] = {
     "busy": failures.BUSY,

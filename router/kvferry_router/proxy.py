@@ -247,8 +247,8 @@ class RequestRun:
             self._tasks.pop(attempt, None)
 
     def _let_close(self, attempt: int) -> None:
-        task = self._tasks.get(attempt)
-        if task is not None and task is not asyncio.current_task():
+        # Also when the leg's own task is at work now: it goes on reading, and only this ends a stream that stays open.
+        if (task := self._tasks.get(attempt)) is not None:
             self._loop.call_later(_DRAIN_S, task.cancel)
 
     def _drop_task(self, attempt: int) -> None:

@@ -76,6 +76,7 @@ class Script:
     pause_s: float = 0.0  # before each token, or before Prefilled
     one_byte: bool = False  # each byte in a segment of its own
     handle: bool = True
+    open_s: float = 0.0  # the stream stays open for so long after its last frame
 
 
 class ScriptedPod:
@@ -259,6 +260,7 @@ class ScriptedPod:
                     return response
                 else:
                     await self._write(response, frame, script)
+            await asyncio.sleep(script.open_s)
             await response.write_eof()
             return response
         except (asyncio.CancelledError, ConnectionError):

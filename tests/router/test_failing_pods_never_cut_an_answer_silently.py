@@ -20,6 +20,8 @@ STREAM_FAULTS = tuple(
 )
 # What a decode leg may do without prefill's ever noticing.
 DECODE_ONLY = ("foreign_choice", "duplicate_end", "tokens_after_end", "lying_end", "drop_tokens", "no_end")
+# The leg is over at the pod by its own word: no abort goes there.
+OVER_AT_THE_POD = ("busy", "draining", "internal", "invalid", "http_429", "http_422")
 CLIENT_FAULTS = ("invalid", "http_422")
 STATUS = {
     "busy": 429,
@@ -87,7 +89,11 @@ async def test_any_prefill_failure_is_answered_all_the_same(tmp_path: Path, faul
         assert answer["choices"][0]["text"] == PROMPT
         assert d.legs[0][1].recompute.startswith("prefill_")
         assert await router.metric("router_recomputes_total", reason=d.legs[0][1].recompute) == 1
-        await p.wait_for(lambda: len(p.aborts) == 1)
+        if fault in OVER_AT_THE_POD:
+            await asyncio.sleep(0.05)
+            assert p.aborts == []
+        else:
+            await p.wait_for(lambda: len(p.aborts) == 1)
         await assert_idle(router, p, d)
 
 
@@ -180,10 +186,13 @@ async def test_decode_failure_in_mid_stream_is_an_error_event_and_a_cut_connecti
         if fault != "drop_tokens":
             assert PROMPT.startswith(text)
         assert text
-        await d.wait_for(lambda: len(d.aborts) == 1)
         await p.wait_for(lambda: len(p.aborts) == 1)  # the lease is withdrawn by the prefill leg's name
-        assert p.aborts[0].internal_id == d.aborts[0].internal_id
-        assert (p.aborts[0].attempt, d.aborts[0].attempt) == (0, 1)
+        assert p.aborts[0].attempt == 0
+        if fault in OVER_AT_THE_POD:
+            assert d.aborts == []
+        else:
+            await d.wait_for(lambda: len(d.aborts) == 1)
+            assert (d.aborts[0].internal_id, d.aborts[0].attempt) == (p.aborts[0].internal_id, 1)
         await assert_idle(router, p, d)
 
 
@@ -316,3 +325,20 @@ async def test_request_deadline_ends_what_every_pod_keeps_alive(tmp_path: Path) 
         await d.wait_for(lambda: len(d.aborts) == 1)
         await p.wait_for(lambda: len(p.aborts) == 1)
         await assert_idle(router, p, d)
+
+
+async def test_prefill_streams_that_never_close_are_closed_by_the_router(tmp_path: Path) -> None:
+    """A pod that keeps its streams open after `Prefilled` holds no connection of the router beyond the drain."""
+    p, d = ScriptedPod("p1", "prefill"), ScriptedPod("d1", "decode")
+    p.default["prefill"] = Script(open_s=60)
+    async with running(tmp_path, p, d) as router:
+
+        async def ask() -> None:
+            async with router.complete() as response:
+                assert (await response.json())["choices"][0]["text"] == "hello"
+
+        await asyncio.gather(*(ask() for _ in range(8)))
+        assert len(p.legs) == 8
+        await p.wait_for(lambda: p.running == 0, timeout_s=2.5)
+        assert p.broken == ["prefill"] * 8
+        assert p.aborts == []

@@ -112,6 +112,9 @@ PREFILL_FAULTS: dict[str, tuple[Event, str]] = {
 }
 
 
+OVER_AT_THE_POD = {"busy frame", "draining frame", "engine failure", "http 429", "http 503"}
+
+
 @pytest.mark.parametrize("fault", PREFILL_FAULTS)
 def test_failed_prefill_is_tried_once_elsewhere_then_decode_goes_alone(fault: str) -> None:
     """The failed pod's booking is released before the next choice, which excludes it; the second failure ends it."""
@@ -121,7 +124,9 @@ def test_failed_prefill_is_tried_once_elsewhere_then_decode_goes_alone(fault: st
     need = one(NeedPod, effects)
     assert need == NeedPod("prefill", frozenset({"p1", "d1"}))
     assert effects.index(Release("prefill", "p1")) < effects.index(need)
-    assert of(AbortLeg, effects) == [AbortLeg(0, "p1")]
+    over = fault in OVER_AT_THE_POD
+    assert of(AbortLeg, effects) == ([] if over else [AbortLeg(0, "p1")])
+    assert of(FinishLeg, effects) == ([FinishLeg(0)] if over else [])
 
     effects += run(flow, PodChosen("prefill", "p2"), LegClosed(1, "cut"))
     last = of(OpenLeg, effects)[-1]
@@ -223,7 +228,9 @@ def test_decode_that_fails_after_the_first_byte_ends_in_an_error_event(fault: st
     fail = one(FailAnswer, effects)
     assert (fail.failure.status, fail.in_band) == (status, True)
     assert of(FinishAnswer, effects) == []
-    assert of(AbortLeg, effects) == [AbortLeg(0, "d1")]
+    over = fault in OVER_AT_THE_POD
+    assert of(AbortLeg, effects) == ([] if over else [AbortLeg(0, "d1")])
+    assert of(FinishLeg, effects) == ([FinishLeg(0)] if over else [])
     assert_balanced(effects)
 
 
@@ -268,6 +275,16 @@ def test_what_no_other_pod_can_cure_is_not_tried_again(kind: FailKind) -> None:
     assert of(PodFailed, effects) == []  # a 4xx never counts against a pod
     if kind == "invalid":
         assert (failure.message, failure.param) == ("top_p", "top_p")
+
+
+@pytest.mark.parametrize("kind", ["busy", "draining", "internal", "cancelled", "deadline", "invalid"])
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_leg_that_says_it_failed_is_not_aborted(where: str, kind: FailKind) -> None:
+    """The pod has ended it already: an abort would only leave a tombstone there."""
+    start = Start("p1", "d1") if where == "prefill" else Start(None, "d1")
+    effects = run(make_flow(), start, LegFrames(0, (Fail(kind=kind, message="no"),)))
+    assert of(AbortLeg, effects) == []
+    assert of(FinishLeg, effects) == [FinishLeg(0)]
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
