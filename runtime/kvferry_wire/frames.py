@@ -16,7 +16,7 @@ FailKind = Literal[
     "busy",  # a queue is full or leases hold their share: try another pod, else 429
     "deadline",  # the request's time is up
     "cancelled",  # aborted by name or by a tombstone
-    "draining",  # this pod takes nothing new
+    "draining",  # this pod takes nothing new: it is drained, or its engine starts again
     "internal",  # the engine failed
 ]
 

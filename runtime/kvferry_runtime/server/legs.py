@@ -167,8 +167,8 @@ class Legs:
         except KeyError:
             return Fail(kind="invalid", message="A leg of this internal_id and attempt is running.", param="attempt")
         except EngineGoneError:
-            # Nothing was begun: another pod can serve it.
-            return Fail(kind="busy", message="The engine is not ready.")
+            # Nothing was begun: another pod can serve it. Not "busy", which would tell the client of a full service.
+            return Fail(kind="draining", message="The engine is not ready.")
 
     def _give_up_lease(self, leg: Leg) -> None:
         """Nothing is to be computed, so the lease that the handle names is not needed: the engine tells its owner."""
