@@ -189,6 +189,23 @@ def test_a_pod_that_can_never_work_ends_the_service_with_its_last_lines(
     assert text.rstrip().endswith("    broken decode-1")
 
 
+def test_a_lost_state_file_comes_back_and_a_lost_lock_stops_in_order(
+    launch: Callable[[dict[str, list[str]]], Run], tmp_path: Path
+) -> None:
+    """What `ps` reads is restored; without its lock the folder is not the launcher's any more."""
+    log = tmp_path / "stopped"
+    run = launch({name: ["--stop-log", str(log)] for name in TRIO})
+    run.wait_ready()
+    family = run.family()
+    run.state.state_file.unlink()
+    wait_until(lambda: run.record() is not None, "the state file")
+    run.state.lock_file.unlink()
+    assert run.process.wait(WAIT_S) == 0
+    assert gone(family)
+    assert log.read_text().split() == ["router", "decode-0", "prefill-0"]
+    assert "lock was removed or replaced" in run.output.read_text()
+
+
 def test_output_is_prefixed_on_the_terminal_and_kept_per_pod(launch: Callable[[dict[str, list[str]]], Run]) -> None:
     """Lines say whose they are; each pod has its own file, readable by its owner only."""
     run = launch(TRIO)

@@ -290,6 +290,82 @@ def test_down_ends_what_a_killed_launcher_left(tmp_path: Path, capsys: pytest.Ca
     assert state.read_state() is None
 
 
+def make_other_launcher() -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def test_a_removed_lock_does_not_free_the_folder_of_a_living_launcher(tmp_path: Path) -> None:
+    """The next `up` is refused, and the pods of the first service are left alone."""
+    state = StateDir(tmp_path / "s")
+    state.create()
+    with make_other_launcher() as other:
+        launcher = identify(other.pid)
+        assert launcher is not None
+        state.write_state(msgspec.structs.replace(make_record(), launcher=launcher))
+        assert not state.locked()
+        assert state.runs()
+        assert state.launcher() == launcher
+        with pytest.raises(UserError, match=rf"service 'demo' \(pid {other.pid}\) already runs from"):
+            state.lock()
+        other.kill()
+        other.wait()
+    assert not state.runs()
+    state.lock()
+    state.unlock()
+
+
+def test_the_lock_file_tells_the_launcher_when_the_state_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ps` does not say that nothing runs, and `down` can stop it."""
+    state = StateDir(tmp_path / "s")
+    state.create()
+    state.lock()
+    assert StateDir(state.path).launcher() == own_identity()
+    assert main(["ps", "--state-dir", str(state.path)]) == 1
+    assert f"a service (pid {os.getpid()}) runs from {state.path}, but shows no state" in capsys.readouterr().err
+    state.unlock()
+    program = (
+        "import sys, time; from pathlib import Path; from kvferry_cli.local.state_dir import StateDir\n"
+        "StateDir(Path(sys.argv[1])).lock(); print('locked', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(state.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert main(["down", "--state-dir", str(state.path)]) == 0
+        assert other.wait(5) == -15
+    assert f"the service of {state.path} stopped" in capsys.readouterr().out
+
+
+def test_a_lock_that_was_replaced_or_removed_is_not_held(tmp_path: Path) -> None:
+    """A launcher can tell that its folder is not its own any more."""
+    state = StateDir(tmp_path / "s")
+    assert not state.held()
+    state.create()
+    state.lock()
+    assert state.held()
+    state.lock_file.unlink()
+    assert not state.held()
+    state.lock_file.touch()
+    assert not state.held()
+    state.unlock()
+
+
+@pytest.mark.parametrize("command", ["ps", "down"])
+def test_files_in_the_place_of_folders_and_the_reverse_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """One line that names the path, instead of a traceback."""
+    file, folder = tmp_path / "f", tmp_path / "s"
+    file.write_text("")
+    assert main([command, "--state-dir", str(file)]) == 2
+    assert capsys.readouterr().err == f"kvferry: --state-dir: {file} is no folder\n"
+    (folder / "state.json").mkdir(parents=True)
+    assert main([command, "--state-dir", str(folder)]) == 1
+    assert capsys.readouterr().err == f"kvferry: {folder / 'state.json'}: Is a directory\n"
+
+
 @pytest.mark.parametrize(("code", "text"), [(0, "exit status 0"), (3, "exit status 3"), (-9, "killed by SIGKILL")])
 def test_exits_are_told_in_words(code: int, text: str) -> None:
     """A return code is explained."""

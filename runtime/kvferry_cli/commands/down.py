@@ -7,7 +7,7 @@ import time
 from kvferry_cli.arguments import HelpFormatter, add_state_dir, seconds
 from kvferry_cli.errors import ExitCode, UserError
 from kvferry_cli.local import registry
-from kvferry_cli.local.identity import kill_trees, signal_process
+from kvferry_cli.local.identity import ProcessId, kill_trees, signal_process
 from kvferry_cli.local.state_dir import ServiceRecord, StateDir
 
 DESCRIPTION = """\
@@ -31,37 +31,39 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     state = registry.find(args.state_dir)
     record = state.read_state()
-    if not state.locked():
+    if not state.runs():
         left = _kill(record)
         state.forget_state()
         print(f"ended {left} processes that an earlier run had left" if left else f"no service runs from {state.path}")
         return ExitCode.OK
-    if record is None:
-        raise UserError(f"{state.path} is locked, but holds no state: the service is just starting; try again")
-    signal_process(record.launcher, signal.SIGTERM)
-    if not _wait_unlocked(state, args.wait):
-        _kill(record, state.read_state())
-        _wait_unlocked(state, 5.0)
+    launcher = state.launcher()
+    if launcher is None:
+        raise UserError(f"a service is just starting from {state.path}, or stopping; try again in a second")
+    name = f"service {record.service}" if record else f"the service of {state.path}"
+    signal_process(launcher, signal.SIGTERM)
+    if not _wait_ended(state, args.wait):
+        left = _kill(record, state.read_state(), launcher=launcher)
+        _wait_ended(state, 5.0)
         state.forget_state()
-        print(f"service {record.service} did not stop within {args.wait:g} s and was killed")
+        print(f"{name} did not stop within {args.wait:g} s and was killed ({left} processes)")
         return ExitCode.OK
-    print(f"service {record.service} stopped")
+    print(f"{name} stopped")
     return ExitCode.OK
 
 
-def _wait_unlocked(state: StateDir, timeout_s: float) -> bool:
-    """Wait until the launcher has let go of the folder, which it does by ending."""
+def _wait_ended(state: StateDir, timeout_s: float) -> bool:
+    """Wait until no launcher runs from the folder."""
     deadline = time.monotonic() + timeout_s
-    while state.locked():
+    while state.runs():
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.05)
     return True
 
 
-def _kill(*records: ServiceRecord | None) -> int:
-    """Kill launcher and pods of the records; returns how many processes there were."""
-    roots = []
+def _kill(*records: ServiceRecord | None, launcher: ProcessId | None = None) -> int:
+    """Kill launcher and pods, of the records too; returns how many processes there were."""
+    roots = [] if launcher is None else [launcher]
     for record in records:
         if record is not None:
             roots.append(record.launcher)

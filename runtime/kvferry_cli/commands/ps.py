@@ -33,10 +33,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def current(state: StateDir) -> ServiceRecord:
-    """The running service of a state folder. Raises ``UserError`` where none runs."""
-    record = state.read_state() if state.locked() else None
-    if record is None:
+    """The running service of a state folder. Raises ``UserError`` where none runs, or none that shows its state yet."""
+    if not state.runs():
         raise UserError(f"no service runs from {state.path}", ExitCode.NOT_RUNNING)
+    record = state.read_state()
+    if record is None:
+        launcher = state.launcher()
+        who = f" (pid {launcher.pid})" if launcher else ""
+        raise UserError(f"a service{who} runs from {state.path}, but shows no state yet; try again in a second")
     return record
 
 

@@ -33,6 +33,7 @@ from kvferry_cli.local.supervisor import (
 PROBE_TIMEOUT_S = 3.0
 PROBE_STARTING_S = 0.15  # between probes of a pod that starts
 PROBE_RUNNING_S = 1.0
+FOLDER_CHECK_S = 1.0
 SHOWN_TAIL = 10
 HOPELESS_EXIT = 2  # our processes' status for arguments and files that cannot work
 
@@ -76,6 +77,7 @@ class Launcher:
         self._crash: Exception | None = None
         self._stop_signals = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._folder_timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> Outcome:
         """Run until all pods have stopped."""
@@ -85,6 +87,7 @@ class Launcher:
             self._loop.add_signal_handler(number, self._on_signal, number)
         try:
             self._perform(self._supervisor.start(self._loop.time()))
+            self._check_folder()
             await self._done.wait()
         finally:
             self._end()
@@ -134,6 +137,18 @@ class Launcher:
             )
             starting = self._state_of(name) is PodState.STARTING
             await asyncio.sleep(PROBE_STARTING_S if starting else PROBE_RUNNING_S)
+
+    def _check_folder(self) -> None:
+        """Stop in order when the folder, or the lock that makes it ours, is gone; restore a state file that is."""
+        if not self._state.held():
+            lost = f"{self._state.lock_file} was removed or replaced; the service cannot go on without it"
+            self._failure = self._failure or lost
+            self._screen.say(f"{lost}: stopping")
+            self._perform(self._supervisor.stop(self._loop.time()))
+            return
+        if not self._state.state_file.exists():
+            self._save(self._record)
+        self._folder_timer = self._loop.call_later(FOLDER_CHECK_S, self._check_folder)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -228,10 +243,15 @@ class Launcher:
         record = msgspec.structs.replace(self._record, state=self._supervisor.service_state(), pods=pods)
         if record != self._record:
             self._record = record
-            try:
-                self._state.write_state(record)
-            except OSError as error:
-                self._screen.say(f"{self._state.state_file}: {error.strerror}")
+            self._save(record)
+
+    def _save(self, record: ServiceRecord) -> None:
+        if not self._state.held():
+            return  # another launcher may write there by now
+        try:
+            self._state.write_state(record)
+        except OSError as error:
+            self._screen.say(f"{self._state.state_file}: {error.strerror}")
 
     def _arm_timer(self) -> None:
         if self._timer is not None:
@@ -243,8 +263,9 @@ class Launcher:
 
     def _end(self) -> None:
         """Leave nothing behind, also after a fault of the launcher itself."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._folder_timer):
+            if timer is not None:
+                timer.cancel()
         for task in self._probes.values():
             task.cancel()
         for process in self._processes.values():

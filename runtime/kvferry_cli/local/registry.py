@@ -50,7 +50,14 @@ def running() -> list[StateDir]:
             folders.append(StateDir(Path(os.fsdecode(entry.read_bytes()))))
         except OSError:
             continue  # withdrawn between the listing and the look
-    return [folder for folder in folders if folder.locked()]
+    return [folder for folder in folders if _runs(folder)]
+
+
+def _runs(folder: StateDir) -> bool:
+    try:
+        return folder.runs()
+    except UserError:
+        return False  # whose files cannot be read cannot be managed either
 
 
 def find(given: Path | None) -> StateDir:
@@ -60,12 +67,14 @@ def find(given: Path | None) -> StateDir:
     here.
 
     Raises:
-        UserError: several services run and none was named.
+        UserError: several services run and none was named, or what was named is no folder.
     """
     if given is not None:
+        if given.exists() and not given.is_dir():
+            raise UserError(f"--state-dir: {given} is no folder", ExitCode.USAGE)
         return StateDir(given)
     here = StateDir(Path(DEFAULT_NAME))
-    if here.locked():
+    if here.runs():
         return here
     candidates = running()
     if len(candidates) > 1:

@@ -94,8 +94,9 @@ async def run_service(prepared: Prepared, reporter: Reporter) -> str:
         outcome = await launcher.run()
         reporter.ended(outcome.failure)
     finally:
-        registry.withdraw(state)
-        state.forget_state()
+        if state.held():  # else another service may run from there by now
+            registry.withdraw(state)
+            state.forget_state()
         screen.close()
     return outcome.failure
 

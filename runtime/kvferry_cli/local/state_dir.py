@@ -3,7 +3,7 @@
 ::
 
     .kvferry/                mode 0700
-      lock                   held by the launcher as long as it lives
+      lock                   held by the launcher as long as it lives; says which process that is
       state.json             the service as it is, written on each change
       ports.json             ports of each pod, kept over restarts
       pods.json              the router's discovery
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry_cli.errors import ExitCode, UserError
-from kvferry_cli.local.identity import ProcessId
+from kvferry_cli.errors import UserError
+from kvferry_cli.local.identity import ProcessId, own_identity
 
 STATE_VERSION = 1
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.03
@@ -70,6 +70,10 @@ class StateDir:
         return self.path / "keys" / "router"
 
     @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
     def pods_file(self) -> Path:
         return self.path / "pods.json"
 
@@ -103,18 +107,35 @@ class StateDir:
             raise UserError(f"state folder {self.path}: {error.strerror}; choose another with --state-dir") from None
 
     def lock(self) -> None:
-        """Take the folder for this process until it ends. Raises ``UserError`` where another process has it."""
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Take the folder for this process until it ends. Raises ``UserError`` where another process has it.
+
+        A launcher whose lock file was removed has it still, as long as it lives.
+        """
+        try:
+            descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UserError(f"{self.lock_file}: {error.strerror}") from None
+        try:
+            self._take(descriptor)
+        except UserError:
+            os.close(descriptor)
+            raise
+        self._lock = descriptor
+
+    def _take(self, descriptor: int) -> None:
         for _ in range(LOCK_TRIES):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
                 time.sleep(LOCK_PAUSE_S)  # `locked` of another process holds it for an instant
-                continue
-            self._lock = descriptor
-            return
-        os.close(descriptor)
-        raise UserError(self._taken(), ExitCode.FAILED)
+        else:
+            raise UserError(self._taken())
+        me, record = own_identity(), self.read_state()
+        if record is not None and record.launcher != me and record.launcher.alive():
+            raise UserError(self._taken())
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, msgspec.json.encode(me), 0)
 
     def unlock(self) -> None:
         """Give the folder back. Idempotent."""
@@ -122,12 +143,42 @@ class StateDir:
             os.close(self._lock)
             self._lock = None
 
-    def locked(self) -> bool:
-        """Whether a launcher has the folder now."""
+    def held(self) -> bool:
+        """Whether the folder is this process's still: its lock file was neither removed nor replaced."""
+        if self._lock is None:
+            return False
         try:
-            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+            return os.path.samestat(os.fstat(self._lock), self.lock_file.stat())
+        except OSError:
+            return False
+
+    def launcher(self) -> ProcessId | None:
+        """The launcher that runs from this folder, also where its lock or its state was lost. Raises ``UserError``.
+
+        ``None`` where none runs, or none that could be told (see ``locked``).
+        """
+        record = self.read_state()
+        known = [self._holder() if self.locked() else None, None if record is None else record.launcher]
+        return next((identity for identity in known if identity is not None and identity.alive()), None)
+
+    def runs(self) -> bool:
+        """Whether a launcher runs from this folder. Raises ``UserError`` where that cannot be found out."""
+        return self.locked() or self.launcher() is not None
+
+    def _holder(self) -> ProcessId | None:
+        try:
+            return msgspec.json.decode(self.lock_file.read_bytes(), type=ProcessId)
+        except (OSError, msgspec.DecodeError):
+            return None  # let go of meanwhile, or just taken
+
+    def locked(self) -> bool:
+        """Whether a launcher holds the lock file now. Raises ``UserError`` where that cannot be found out."""
+        try:
+            descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise UserError(f"{self.lock_file}: {error.strerror}") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -145,11 +196,13 @@ class StateDir:
         )
 
     def read_state(self) -> ServiceRecord | None:
-        """The state as last written; ``None`` where there is none, or one of another version."""
+        """The state as last written; ``None`` where there is none, or one of another version. Raises ``UserError``."""
         try:
             record = msgspec.json.decode(self.state_file.read_bytes(), type=ServiceRecord)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
+        except OSError as error:
+            raise UserError(f"{self.state_file}: {error.strerror}") from None
         return record if record.version == STATE_VERSION else None
 
     def write_state(self, record: ServiceRecord) -> None:
