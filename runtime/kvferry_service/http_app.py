@@ -26,6 +26,7 @@ IDENTITY = web.RequestKey("identity", str)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]+")
 _KEEPALIVE_S = 75.0
+_CLOSE_S = 5.0  # for running handlers, when the server closes
 _log = logs.get_logger(__name__)
 
 # An exception of a layer above, as an answer; None: it is a failure of ours (500).
@@ -159,10 +160,15 @@ def _as_http_error(request: web.Request, error: Exception, translate: Translate 
 class HttpServer:
     """An application on one listening socket."""
 
-    def __init__(self, app: web.Application, limits: Limits, *, internal: bool) -> None:
+    def __init__(self, app: web.Application, limits: Limits, *, internal: bool, close_s: float = _CLOSE_S) -> None:
         """``internal``: both ends are ours; a peer that acknowledges nothing is given up soon (TCP_USER_TIMEOUT)."""
+        # The library waits twice for so long: for a handler's end, and once more after its body was cut.
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=5.0, keepalive_timeout=_KEEPALIVE_S
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=close_s / 2,
+            keepalive_timeout=_KEEPALIVE_S,
         )
         self._limits = ProtocolLimits(
             connections=limits.connections,
@@ -186,7 +192,7 @@ class HttpServer:
         self._server = await loop.create_server(protocol, sock=listener, backlog=1024)
 
     async def close(self) -> None:
-        """Accept nothing more, give running handlers 5 s, then cut."""
+        """Accept nothing more, give running handlers ``close_s`` seconds, then cut."""
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()

@@ -32,7 +32,7 @@ class Notes:
 
 @asynccontextmanager
 async def serving(
-    limits: Limits | None = None, translate: Translate | None = None
+    limits: Limits | None = None, translate: Translate | None = None, close_s: float = 5.0
 ) -> AsyncIterator[tuple[int, Notes, web.Application]]:
     """Yields (port, notes, application)."""
     limits = limits or make_limits()
@@ -68,7 +68,7 @@ async def serving(
     app.router.add_get("/broken", broken_stream)
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = HttpServer(app, limits, internal=True)
+    server = HttpServer(app, limits, internal=True, close_s=close_s)
     await server.start(listener)
     try:
         yield port, notes, app

@@ -138,3 +138,18 @@ async def test_an_unfit_request_id_is_replaced(given: str) -> None:
     async with serving() as (port, _, _app):
         answer = await raw(port, request("GET", "/healthz", f"x-request-id: {given}"))
         assert parse(answer)[1]["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize("close_s", [0.3, 0.6])
+async def test_a_close_takes_no_longer_than_it_says(close_s: float) -> None:
+    """A handler that does not end gets the whole time once, and is cut then."""
+    loop = asyncio.get_running_loop()
+    async with serving(close_s=close_s) as (port, notes, _app):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("GET", "/hang", token=TOKEN))
+        await notes.started.wait()
+        begun = loop.time()
+    assert close_s * 0.9 <= loop.time() - begun < close_s * 1.5
+    async with asyncio.timeout(1):
+        await notes.cancelled.wait()
+    writer.close()
