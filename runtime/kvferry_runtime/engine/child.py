@@ -127,6 +127,11 @@ class EngineChild:
             self._folder = None
 
 
+def socket_folder(config: EngineConfig) -> Path:
+    """Where the two sockets of an engine's configuration have their names, as long as they have any."""
+    return Path(config.down.removeprefix("ipc://")).parent
+
+
 def _ended(process: "subprocess.Popen[bytes]", within_s: float) -> bool:
     try:
         process.wait(within_s)

@@ -18,6 +18,7 @@ from kvferry_runtime.core.messages import AbortLeg, Drain, FailOut, LegKey, Stop
 from kvferry_runtime.engine.child import EngineChild, EngineGoneError
 from kvferry_runtime.engine.messages import (
     Batch,
+    Connected,
     Downward,
     EngineConfig,
     EngineStats,
@@ -161,6 +162,8 @@ class EngineClient:
 
     async def snapshot(self) -> bytes:
         """The state stream's snapshot (msgpack). Raises ``EngineGoneError``."""
+        if self.state is not EngineState.RUNNING:
+            raise EngineGoneError(self.state.value)
         self._numbers += 1
         number = self._numbers
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -178,6 +181,19 @@ class EngineClient:
         """Take nothing new, in later lives too."""
         self.draining = True
         self._try_send(Drain())
+
+    async def stop_legs(self, grace_s: float, flush_s: float) -> None:
+        """Take nothing new, let running legs end by themselves for a while, then end them with ``draining``.
+
+        Args:
+            grace_s: seconds for the legs to end well.
+            flush_s: seconds for the callers to take the error of those that did not.
+        """
+        self.drain()
+        await self._streams.wait_empty(grace_s)
+        if failed := self._streams.fail_all("This pod is stopping.", "draining"):
+            _log.warning("stopping with legs that run: they fail", extra=logs.fields(legs=failed))
+            await self._streams.wait_empty(flush_s)
 
     def reset_prefix_cache(self) -> None:
         """Unpublish all cached blocks."""
@@ -269,13 +285,14 @@ class EngineClient:
                 future = self._snapshots.get(message.number)
                 if future is not None and not future.done():
                     future.set_result(message.snapshot)
+            case Connected():
+                await child.connected()
             case Ready():
-                await self._on_start(child, message)
+                await self._on_start(message)
             case NotStarted():
                 raise AssertionError("handled by the reader")
 
-    async def _on_start(self, child: EngineChild, ready: Ready) -> None:
-        await child.connected()
+    async def _on_start(self, ready: Ready) -> None:
         # A restarted engine keeps its ports, so that peers and subscribers find it again.
         self._config = msgspec.structs.replace(
             self._config,

@@ -73,8 +73,12 @@ Downward = Submit | AbortLeg | StopChoice | Drain | SnapshotRequest | PrefillAns
 # ---- up ----------------------------------------------------------------------------------------------------------
 
 
+class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
+    """The first message up: the process is there and begins to load. The sockets' names are not needed any more."""
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The first message up: the engine would compute now, and this is what it is."""
+    """The engine would compute now, and this is what it is."""
 
     incarnation: bytes
     epoch: int
@@ -142,7 +146,7 @@ class SnapshotReply(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
     snapshot: bytes  # msgpack of kvferry_wire.state.Snapshot
 
 
-Upward = Ready | NotStarted | Heartbeat | Batch | SnapshotReply
+Upward = Connected | Ready | NotStarted | Heartbeat | Batch | SnapshotReply
 
 HEARTBEAT_S = 0.5
 

@@ -6,15 +6,19 @@ another process), 2 when it cannot run as configured.
 
 import argparse
 import os
+import shutil
 import signal
 import sys
+import time
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from kvferry_runtime.engine import messages
+from kvferry_runtime.engine.child import socket_folder
 from kvferry_runtime.engine.link import Link, ServerGoneError
-from kvferry_runtime.engine.messages import EngineConfig, NotStarted, Ready
+from kvferry_runtime.engine.messages import Connected, EngineConfig, NotStarted, Ready
 from kvferry_runtime.engine.state_stream import StateNumbers, StatePublisher
 from kvferry_runtime.engine.turns import EngineLoop
 from kvferry_runtime.model.errors import ModelError
@@ -26,6 +30,7 @@ from kvferry_service.parent import die_with_parent
 
 _CONFIG_BYTES = 1 << 20
 _GRACE_S = 2.0
+_REMOVAL_S = 2.0  # for a live server to take the sockets' names away
 
 _log = logs.get_logger(__name__)
 
@@ -43,8 +48,16 @@ def main() -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Link(context, config)
     process = EngineProcess(config, context, link)
+    link.send(Connected())
+    # The kernel's signal leaves no time to tidy up: it is asked for once there is nothing to tidy.
+    _wait_for_removal(socket_folder(config))
+
+    def alone() -> None:
+        shutil.rmtree(socket_folder(config), ignore_errors=True)  # left by a server that died too early
+        process.stop()
+
     # Nothing of value is left once the server is gone, and a stopped process must go too.
-    die_with_parent(parent_fd, process.stop, grace_s=_GRACE_S, death_signal=signal.SIGKILL)
+    die_with_parent(parent_fd, alone, grace_s=_GRACE_S, death_signal=signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda *_: process.stop())
     status = process.run()
     link.close(linger_s=1.0)
@@ -131,6 +144,12 @@ class EngineProcess:
             self._transfer.close(_GRACE_S)
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _wait_for_removal(folder: Path) -> None:
+    deadline = time.monotonic() + _REMOVAL_S
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def _transfer_config(config: EngineConfig, ready: Ready) -> TransferConfig:

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 
 from kvferry_runtime.core.messages import EngineOutput, FailOut, LegKey, PrefilledOut, TokensOut
+from kvferry_wire.frames import FailKind
 
 
 class LegStream:
@@ -53,6 +54,8 @@ class LegStreams:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._streams: dict[LegKey, LegStream] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -65,11 +68,23 @@ class LegStreams:
         if key in self._streams:
             raise KeyError(key)
         stream = self._streams[key] = LegStream(key, self._limit)
+        self._empty.clear()
         return stream
 
     def close(self, key: LegKey) -> None:
         """Outputs for the leg are nobody's from now on. Idempotent."""
         self._streams.pop(key, None)
+        if not self._streams:
+            self._empty.set()
+
+    async def wait_empty(self, within_s: float) -> bool:
+        """Wait until no leg runs; false when some still do after ``within_s`` seconds."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def dispatch(self, output: EngineOutput) -> "Undelivered | None":
         """Give an output to its leg, or say what to do about one that has none."""
@@ -86,10 +101,10 @@ class LegStreams:
         if (stream := self._streams.get(key)) is not None:
             stream.fail(output)
 
-    def fail_all(self, message: str) -> int:
-        """End every leg with ``internal``; returns how many there were."""
+    def fail_all(self, message: str, kind: FailKind = "internal") -> int:
+        """End every leg in an error; returns how many there were."""
         for key, stream in self._streams.items():
-            stream.fail(FailOut(key=key, kind="internal", message=message))
+            stream.fail(FailOut(key=key, kind=kind, message=message))
         return len(self._streams)
 
 

@@ -33,6 +33,8 @@ from kvferry_text.errors import ApiError
 from kvferry_wire.keys import ServiceKeys
 
 _GRACE_S = 10.0  # from the parent's death, or from SIGTERM, to the hard end
+_LEGS_S = 2.0  # at a stop, for running answers to end by themselves
+_FLUSH_S = 1.0  # and then for the others' error to be written
 
 _log = logs.get_logger(__name__)
 
@@ -56,6 +58,8 @@ async def serve(config: ServerConfig, stop: StopSignal) -> int:
     try:
         return await server.run(stop)
     finally:
+        # Answers that run are told why they end before their connections close.
+        await server.pod.engine.stop_legs(_LEGS_S, _FLUSH_S)
         await http.close()
         await server.close()
 

@@ -11,6 +11,7 @@ from kvferry_runtime.engine.child import EngineGoneError
 from kvferry_runtime.engine.messages import Ready
 from kvferry_runtime.server.legs import FrameGroup, Legs
 from kvferry_runtime.server.pod import Pod
+from kvferry_runtime.server.writing import write, write_end
 from kvferry_service import logs
 from kvferry_service.errors import HttpError
 from kvferry_service.http_app import read_body
@@ -102,11 +103,11 @@ class _InternalRoutes:
             async with asyncio.timeout(max(0, leg.deadline_ms) / 1000 + _WRITE_GRACE_S), aclosing(frames):
                 await response.prepare(request)
                 async for group in frames:
-                    await response.write(b"".join(encode_frame(frame) for frame in group))
+                    await write(response, b"".join(encode_frame(frame) for frame in group), self._pod.config.limits)
         except TimeoutError:
             # The reader takes nothing, or the engine missed the deadline: either way this is no right end.
             raise ConnectionResetError("a leg outlived its deadline") from None
-        await response.write_eof()
+        await write_end(response, self._pod.config.limits)
         return response
 
     def _legs(self) -> Legs:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from kvferry_runtime.server.legs import FrameGroup, Legs
 from kvferry_runtime.server.pod import Pod
+from kvferry_runtime.server.writing import write, write_end
 from kvferry_service import logs
 from kvferry_service.http_app import REQUEST_ID, read_body
 from kvferry_service.ids import new_id
@@ -30,7 +31,7 @@ _WRITE_GRACE_S = 5.0
 def add_openai_routes(app: web.Application, pod: Pod) -> None:
     routes = _OpenAIRoutes(pod)
     app.router.add_get("/v1/models", routes.models)
-    app.router.add_get("/v1/models/{name}", routes.model)
+    app.router.add_get("/v1/models/{name:.+}", routes.model)
     app.router.add_post("/v1/chat/completions", routes.chat)
     app.router.add_post("/v1/completions", routes.completion)
 
@@ -117,17 +118,20 @@ class _OpenAIRoutes:
                     error = errors.from_fail(fail, self._limits)
                     if not response.prepared:
                         raise error
-                    await response.write(data + sse.error_event(error))
-                    break
+                    await write(response, held + data + sse.error_event(error), self._limits)
+                    # No last chunk: to HTTP, too, the answer is cut.
+                    if request.transport is not None:
+                        request.transport.close()
+                    return response
                 held += data
                 if not response.prepared:
                     if not begun:
                         continue
                     await response.prepare(request)
                 if held:
-                    await response.write(held)
+                    await write(response, held, self._limits)
                     held = b""
-        await response.write_eof()
+        await write_end(response, self._limits)
         return response
 
     def _tools(self) -> tuple[TextTools, Legs]:

@@ -2,7 +2,11 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import tempfile
+import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -67,3 +71,54 @@ async def test_the_working_directory_shadows_no_module(tmp_path: Path, monkeypat
         assert client.starts == 1
     finally:
         await client.close()
+
+
+async def test_the_sockets_names_are_gone_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder goes when the process has connected, not when the model is loaded."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    client = make_client()
+    client.start()
+    try:
+        async with asyncio.timeout(30):
+            while not os.listdir(tmp_path):  # noqa: ASYNC110 - another process's doing
+                await asyncio.sleep(0.001)
+            while os.listdir(tmp_path):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            assert client.state is EngineState.STARTING
+            assert client.info is None
+            await client.wait_ready()
+    finally:
+        await client.close()
+
+
+SERVER = """
+    import asyncio, sys, tempfile
+    from kvferry_runtime.engine.client import EngineClient
+    from kvferry_runtime.engine.messages import EngineConfig
+    tempfile.tempdir = sys.argv[1]
+    async def main():
+        client = EngineClient(EngineConfig(model="toy", model_digest="", threads=1, down="", up=""))
+        client.start()
+        await asyncio.sleep(0.01)
+        print(client.pid, flush=True)
+        await asyncio.sleep(60)
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.4])
+def test_kill_9_of_the_server_while_the_engine_starts_leaves_nothing(tmp_path: Path, after_s: float) -> None:
+    """The engine removes the folder that the server could not, and ends."""
+    code = textwrap.dedent(SERVER)
+    server = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        engine = psutil.Process(int(server.stdout.readline()))
+        server.stdout.close()
+        time.sleep(after_s)
+    finally:
+        server.kill()
+        server.wait()
+    _, alive = psutil.wait_procs([engine], 10)
+    assert not alive
+    assert not os.listdir(tmp_path)

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
+import pytest
+import yarl
 from aiohttp import web
 
 from kvferry_runtime.engine.client import EngineClient
@@ -20,9 +22,11 @@ OPEN = {"/healthz", "/readyz", "/metrics"}
 
 
 @asynccontextmanager
-async def serving(keys: ServiceKeys | None) -> AsyncIterator[tuple[aiohttp.ClientSession, web.Application]]:
+async def serving(
+    keys: ServiceKeys | None, *flags: str
+) -> AsyncIterator[tuple[aiohttp.ClientSession, web.Application]]:
     """A pod's application whose engine never starts."""
-    config = parse(["toy"])
+    config = parse(["toy", *flags])
     engine = EngineClient(EngineConfig(model="toy", model_digest="", threads=1, down="", up=""))
     pod = Pod(config=config, engine=engine, metrics=PodMetrics(engine), model_digest="", port=0, version="0")
     app = build_pod_app(pod, keys)
@@ -68,3 +72,15 @@ async def test_without_keys_there_are_no_internal_routes() -> None:
         assert not [path for _, path in routes_of(app) if path.startswith("/internal")]
         async with client.post("/internal/v1/generate") as response:
             assert response.status == 404
+
+
+@pytest.mark.parametrize("path", ["org/model", "org%2Fmodel", "a/b/c"])
+async def test_a_models_name_may_hold_slashes(path: str) -> None:
+    """The name is looked up whole, with its slashes, encoded or not."""
+    name = path.replace("%2F", "/")
+    async with serving(None, "--served-name", name) as (client, _app):
+        async with client.get(yarl.URL(f"/v1/models/{path}", encoded=True)) as response:
+            assert response.status == 200
+            assert (await response.json())["id"] == name
+        async with client.get("/v1/models/other/model") as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
