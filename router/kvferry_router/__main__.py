@@ -27,7 +27,7 @@ from kvferry_service.parent import die_with_parent
 from kvferry_wire.keys import ServiceKeys
 from kvferry_wire.limits import DEFAULT_LIMITS, Limits
 
-_GRACE_S = 10.0  # from the parent's death to the hard end
+_GRACE_S = 14.0  # from the parent's death to the hard end
 _ABORT_GRACE_S = 1.0
 _API_KEYS_EVERY_S = 1.0
 _log = logs.get_logger("kvferry_router")
@@ -80,7 +80,7 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
             try:
                 await _until_stopped(stop, tasks)
             finally:
-                app.stop()
+                await app.stop()
                 await server.close()
                 await background.close(_ABORT_GRACE_S)
                 for task in tasks:

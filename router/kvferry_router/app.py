@@ -8,13 +8,16 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from kvferry_router import failures
-from kvferry_router.admission import Admission
+from kvferry_router.admission import Admission, BodyBudget
 from kvferry_router.entropy import Entropy
+from kvferry_router.flow_messages import Outcome
 from kvferry_router.output import AnswerFailedError, as_api_error
 from kvferry_router.proxy import Proxy, RequestRun
 from kvferry_router.select.candidates import Ask
+from kvferry_router.select.policy import Decision
 from kvferry_router.tenants import salter
 from kvferry_router.text_service import TextService
+from kvferry_router.underway import Underway
 from kvferry_service import auth, logs
 from kvferry_service.errors import HttpError
 from kvferry_service.health import add_health_routes
@@ -55,6 +58,8 @@ class RouterApp:
         self._deadline_s = deadline_s
         self._limits = proxy.limits
         self._admission = Admission(proxy.limits)
+        self._bodies = BodyBudget(proxy.limits)
+        self._underway = Underway()
         self._entropy = Entropy()
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._created = int(time.time())
@@ -75,9 +80,10 @@ class RouterApp:
         app.router.add_get("/internal/v1/decisions", self._decisions)
         return app
 
-    def stop(self) -> None:
-        """Not ready from now on; what is under way goes on."""
+    async def stop(self) -> None:
+        """Not ready from now on, and nothing new; what is under way gets the grace, and then fails."""
         self._stopping = "stopping"
+        await self._underway.end(self._limits.stop_grace_s)
 
     def why_not_ready(self) -> str:
         """Why a request would not be answered now; empty when it would."""
@@ -121,13 +127,17 @@ class RouterApp:
         accepted_at = asyncio.get_running_loop().time()
         internal_id = self._entropy.new_id("leg")
         logs.bind_request(request[REQUEST_ID], internal_id)
-        body = await read_body(request, self._limits)
         begun = False
         try:
-            await self._admit(internal_id)
-            begun = True
-            self._proxy.metrics.inflight.inc()
-            return await self._answer(request, kind, body, internal_id, accepted_at=accepted_at)
+            with self._underway.request():
+                async with self._underway.preparing():
+                    body = await self._read(request, internal_id)
+                    await self._admit(internal_id)
+                    begun = True
+                    self._proxy.metrics.inflight.inc()
+                    run, decision = await self._prepare(request, kind, body, internal_id, accepted_at=accepted_at)
+                with self._underway.answering(run):
+                    return await run.answer(decision)
         except ApiError as error:
             self._refused(error, accepted_at)
             raise
@@ -135,14 +145,26 @@ class RouterApp:
             if begun:
                 self._proxy.metrics.inflight.dec()
             self._leave(internal_id)
+            self._bodies.give_back(internal_id)
 
-    async def _answer(
+    async def _read(self, request: web.Request, internal_id: str) -> bytes:
+        """The body. Raises ``ApiError`` 429 when those of other requests leave no room for it, and as ``read_body``."""
+        if not self._bodies.take(internal_id, request.content_length):
+            raise as_api_error(failures.QUEUE_FULL)
+        body = await read_body(request, self._limits)
+        self._bodies.read(internal_id, len(body))
+        return body
+
+    async def _prepare(
         self, request: web.Request, kind: Kind, body: bytes, internal_id: str, *, accepted_at: float
-    ) -> web.StreamResponse:
+    ) -> tuple[RequestRun, Decision]:
+        """The request as a run that has yet to begin, and where it begins."""
         tools = await self._wait_for_tools()
         pool = self._proxy.pool
         extras = KeyExtras(tenant_salt=self._salt(request[IDENTITY]))
-        prepared, hashes = await self._text.prepare(kind, body, tools, pool.block_sizes(), extras)
+        prepared, hashes = await self._text.prepare(
+            kind, body, tools, pool.block_sizes(), extras, until=accepted_at + self._deadline_s
+        )
         leg = self._first_leg(prepared, internal_id, request[REQUEST_ID], extras)
         ask = Ask(
             internal_id=internal_id,
@@ -154,7 +176,7 @@ class RouterApp:
         decision = pool.choose(ask, hashes, asyncio.get_running_loop().time())
         if decision.decode is None:
             raise as_api_error(failures.NO_CAPACITY)
-        return await run.answer(decision)
+        return run, decision
 
     def _first_leg(self, prepared: PreparedRequest, internal_id: str, request_id: str, extras: KeyExtras) -> Leg:
         return first_leg(
@@ -172,7 +194,10 @@ class RouterApp:
         """Requests that end before a flow is made of them are counted here; a flow records its own."""
         if isinstance(error, AnswerFailedError):
             return
-        outcome = "busy" if error.status == 429 else "unavailable" if error.status >= 500 else "invalid"
+        outcome: Outcome = "unavailable" if error.status >= 500 else "invalid"
+        for failure in (failures.QUEUE_FULL, failures.DEADLINE, failures.STOPPING):
+            if error.code == failure.code:
+                outcome = failure.outcome
         self._proxy.metrics.requests.labels(outcome, "none").inc()
         _log.info(
             "request refused",

@@ -29,6 +29,14 @@ NO_CAPACITY = Failure(
     outcome="unavailable",
     retry_after_s=_RETRY_S,
 )
+STOPPING = Failure(
+    status=503,
+    message="The router is stopping. Try again.",
+    type="server_error",
+    code="stopping",
+    outcome="stopping",
+    retry_after_s=_RETRY_S,
+)
 ENGINE_LOST = Failure(
     status=503,
     message="The engine that worked on the answer was lost before the answer was complete.",

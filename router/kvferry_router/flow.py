@@ -11,6 +11,7 @@ Rules:
   the next leg and never picked again.
 - Once the client has bytes, a failure is an error event and a cut stream, never ``[DONE]``.
 - ``End`` is passed on when the leg's stream is over (or ``Limits.end_grace_s`` later), and only if nothing follows it.
+- A router that stops fails its answers as a pod's loss would, except one whose `End` is here.
 - Attempt numbers count all legs of a request, so that prefill and decode on one pod never share an abort's tombstone.
 - A leg whose pod said that it failed, or refused it, is over there and is not aborted.
 - A handle that was received and led to no answer is withdrawn: the prefill leg is aborted by name after its end.
@@ -46,6 +47,7 @@ from kvferry_router.flow_messages import (
     Release,
     Send,
     Start,
+    Stopping,
     Tick,
 )
 from kvferry_router.leg_faults import (
@@ -423,6 +425,12 @@ class RequestFlow:
         self._stop(out)
         self._record("client_stalled" if event.stalled else "cancelled", now, out)
 
+    def _stopped(self, event: Stopping, now: float, out: list[Effect]) -> None:
+        self._fail(failures.STOPPING, now, out)
+
+    def _stopped_at_end(self, event: Stopping, now: float, out: list[Effect]) -> None:
+        self._finish(now, out)  # `End` came whole, as when the stream behind it breaks off
+
     def _finish(self, now: float, out: list[Effect]) -> None:
         assert self._end is not None
         self._finish_open(out)
@@ -514,16 +522,32 @@ _Method = Callable[..., None]
 def _table() -> dict[tuple[State, type[Event]], _Method | None]:
     """Each state and event: the method that handles it; ``None`` where it cannot happen."""
     flow = RequestFlow
-    events = (Start, PodChosen, LegFrames, LegClosed, ClientGone, Tick)
+    events = (Start, PodChosen, LegFrames, LegClosed, ClientGone, Stopping, Tick)
     rows: dict[State, tuple[_Method | None, ...]] = {
-        State.NEW: (flow._start, None, None, None, flow._gone, flow._tick),
-        State.PREFILLING: (None, None, flow._frames, flow._closed, flow._gone, flow._tick),
-        State.CHOOSING_PREFILL: (None, flow._prefill_chosen, flow._ignore, flow._ignore, flow._gone, flow._tick),
-        State.CHOOSING_DECODE: (None, flow._decode_chosen, flow._ignore, flow._ignore, flow._gone, flow._tick),
-        State.DECODING: (None, None, flow._frames, flow._closed, flow._gone, flow._tick),
-        State.STREAMING: (None, None, flow._frames, flow._closed, flow._gone, flow._tick),
-        State.ENDING: (None, None, flow._frames, flow._closed, flow._gone, flow._tick),
-        State.DONE: (None, flow._ignore, flow._ignore, flow._ignore, flow._ignore, flow._ignore),
+        State.NEW: (flow._start, None, None, None, flow._gone, flow._stopped, flow._tick),
+        State.PREFILLING: (None, None, flow._frames, flow._closed, flow._gone, flow._stopped, flow._tick),
+        State.CHOOSING_PREFILL: (
+            None,
+            flow._prefill_chosen,
+            flow._ignore,
+            flow._ignore,
+            flow._gone,
+            flow._stopped,
+            flow._tick,
+        ),
+        State.CHOOSING_DECODE: (
+            None,
+            flow._decode_chosen,
+            flow._ignore,
+            flow._ignore,
+            flow._gone,
+            flow._stopped,
+            flow._tick,
+        ),
+        State.DECODING: (None, None, flow._frames, flow._closed, flow._gone, flow._stopped, flow._tick),
+        State.STREAMING: (None, None, flow._frames, flow._closed, flow._gone, flow._stopped, flow._tick),
+        State.ENDING: (None, None, flow._frames, flow._closed, flow._gone, flow._stopped_at_end, flow._tick),
+        State.DONE: (None, flow._ignore, flow._ignore, flow._ignore, flow._ignore, flow._ignore, flow._ignore),
     }
     return {(state, event): method for state, row in rows.items() for event, method in zip(events, row, strict=True)}
 

@@ -21,7 +21,9 @@ CloseCause = Literal[
     "failed",  # any other
 ]
 
-Outcome = Literal["ok", "invalid", "busy", "unavailable", "deadline", "failed", "cancelled", "client_stalled"]
+Outcome = Literal[
+    "ok", "invalid", "busy", "unavailable", "deadline", "failed", "cancelled", "client_stalled", "stopping"
+]
 
 
 # ---- events ----------------------------------------------------------------------------------------------------
@@ -69,11 +71,16 @@ class ClientGone:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopping:
+    """The router stops and waits no longer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; due at ``RequestFlow.next_wakeup`` at the latest."""
 
 
-Event = Start | PodChosen | LegFrames | LegClosed | ClientGone | Tick
+Event = Start | PodChosen | LegFrames | LegClosed | ClientGone | Stopping | Tick
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------

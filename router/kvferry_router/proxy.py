@@ -30,6 +30,7 @@ from kvferry_router.flow_messages import (
     Release,
     Send,
     Start,
+    Stopping,
     Tick,
 )
 from kvferry_router.legs import run_leg
@@ -135,6 +136,10 @@ class RequestRun:
                 self._deliver(ClientGone())
             if self._timer is not None:
                 self._timer.cancel()
+
+    def stop(self) -> None:
+        """End the answer now, with an error that says that the router stops; ``answer`` writes it."""
+        self._deliver(Stopping())
 
     # ---- events ------------------------------------------------------------------------------------------------
 

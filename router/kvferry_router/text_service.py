@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvferry_router import failures
+from kvferry_router.output import as_api_error
 from kvferry_service import logs
 from kvferry_text.bundle import BundleError, TextTools, load_text
 from kvferry_text.openai.parameters import Kind
@@ -78,19 +80,33 @@ class TextService:
             self._loading.discard(digest)
 
     async def prepare(
-        self, kind: Kind, body: bytes, tools: TextTools, block_sizes: Collection[int], extras: KeyExtras
+        self,
+        kind: Kind,
+        body: bytes,
+        tools: TextTools,
+        block_sizes: Collection[int],
+        extras: KeyExtras,
+        *,
+        until: float,
     ) -> tuple[PreparedRequest, dict[int, list[bytes]]]:
         """Validate, render, tokenize and hash: the request, and its chained block hashes for each block size.
 
+        Args:
+            until: the request's deadline, on the loop's clock; it holds for the wait for a thread, too.
+
         Raises:
-            ApiError: what the client is answered with instead.
+            ApiError: what the client is answered with instead; 504 at the deadline.
         """
 
         def work() -> tuple[PreparedRequest, dict[int, list[bytes]]]:
             made = prepare(kind, body, tools.bundle, tools.tokenizer, tools.template, self._limits, self._names)
             return made, {size: chain_hashes(self._hash_key, made.prompt_ids, size, extras) for size in block_sizes}
 
-        return await self._run(work)
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._run(work)
+        except TimeoutError:
+            raise as_api_error(failures.DEADLINE) from None
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -24,6 +24,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     # HTTP
     body_bytes: int = 4 * 2**20
+    bodies_bytes: int = 256 * 2**20  # of all requests at one router; a request that would exceed it is refused
     header_bytes: int = 16 * 2**10  # of one header line
     connections: int = 2048
     header_timeout_s: float = 10.0
@@ -89,6 +90,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     prefill_share: float = 0.25  # of the request deadline: what one prefill leg may take before decode goes on alone
     decode_attempts: int = 3  # decode legs of one request before the client has a byte
     end_grace_s: float = 0.25  # after `End`, for the leg's stream to close
+    stop_grace_s: float = 5.0  # for answers under way when the router is told to stop; after it they fail
     client_stall_s: float = 30.0  # a client that takes no byte for so long has left
     client_buffer_bytes: int = 4 * 2**20  # of one answer, written by decode and not yet taken by the client
     pod_poll_s: float = 0.5  # between two questions whether a pod is ready

@@ -26,6 +26,7 @@ LIMITS = Limits(
     end_grace_s=0.1,
     queue_wait_s=0.3,
     connect_timeout_s=0.5,
+    stop_grace_s=0.2,
 )
 
 
@@ -45,6 +46,7 @@ class Router:
         self.url = url
         self.session = session
         self.folder = folder
+        self.stop = StopSignal()
 
     def write_pods(self, *pods: ScriptedPod) -> None:
         content = msgspec.json.encode({"pods": [pod.endpoint() for pod in pods]})
@@ -124,8 +126,7 @@ async def running(
         )
         router = Router("", session, folder)
         router.write_pods(*pods)
-        stop = StopSignal()
-        task = asyncio.create_task(serve(make_config(folder, *flags), stop, limits))
+        task = asyncio.create_task(serve(make_config(folder, *flags), router.stop, limits))
         ready = folder / "ready.json"
 
         async def started() -> bool:
@@ -140,7 +141,7 @@ async def running(
                 await router.wait_pods(len(pods))
             yield router
         finally:
-            stop.set("test over")
+            router.stop.set("test over")
             await task
 
 

@@ -1,6 +1,6 @@
 """Admission: caps hold, order holds, and a request that ends twice counts once."""
 
-from kvferry_router.admission import Admission
+from kvferry_router.admission import Admission, BodyBudget
 from kvferry_wire.limits import Limits
 
 
@@ -32,3 +32,17 @@ def test_nobody_overtakes_the_queue() -> None:
     admission.leave("a")
     assert admission.arrive("c") == "wait"
     assert admission.leave("b") == ["c"]
+
+
+def test_bodies_of_all_requests_are_bounded() -> None:
+    """A body of unknown length counts as the largest until it is here; what a request held is free again after it."""
+    budget = BodyBudget(Limits(body_bytes=40, bodies_bytes=100))
+    assert budget.take("a", None)
+    assert budget.take("b", 50)  # too large by itself: it counts as what will be read of it at most
+    assert not budget.take("c", 21)
+    budget.read("a", 10)
+    assert budget.held_bytes == 50
+    assert budget.take("c", 21)
+    for request in ("a", "b", "c", "c", "d"):
+        budget.give_back(request)
+    assert budget.held_bytes == 0

@@ -6,14 +6,18 @@ import pytest
 
 from kvferry_router.flow import TRANSITIONS, IllegalEventError, RequestFlow, State
 from kvferry_router.flow_messages import (
+    AbortLeg,
     ClientGone,
     Event,
+    FailAnswer,
+    FinishAnswer,
     LegClosed,
     LegFrames,
     NeedPod,
     PodChosen,
     Record,
     Start,
+    Stopping,
     Tick,
 )
 from kvferry_wire.frames import Fail
@@ -27,6 +31,7 @@ EVENTS: tuple[Event, ...] = (
     LegFrames(0, (make_tokens(1),)),
     LegClosed(0, "cut"),
     ClientGone(),
+    Stopping(),
     Tick(),
 )
 
@@ -104,3 +109,36 @@ def test_deadline_ends_every_state(state: State) -> None:
     flow = bring_to(state)
     flow.handle(Tick(), 60.0)
     assert flow.state is State.DONE
+
+
+STOPPED_AT: dict[State, list[AbortLeg]] = {
+    State.NEW: [],
+    State.PREFILLING: [AbortLeg(0, "p1")],
+    State.CHOOSING_PREFILL: [],
+    State.DECODING: [AbortLeg(1, "d1"), AbortLeg(0, "p1")],
+    State.CHOOSING_DECODE: [],
+    State.STREAMING: [AbortLeg(0, "d1")],
+}
+
+
+@pytest.mark.parametrize("state", STOPPED_AT, ids=lambda state: state.value)
+def test_router_that_stops_fails_the_answer_and_frees_both_pods(state: State) -> None:
+    """An explicit error, in the stream once it has begun; each open leg and held lease is aborted; one record."""
+    flow = bring_to(state)
+    effects = flow.handle(Stopping(), 2.0)
+    (fail,) = [effect for effect in effects if isinstance(effect, FailAnswer)]
+    assert (fail.failure.status, fail.failure.code) == (503, "stopping")
+    assert fail.failure.retry_after_s is not None
+    assert fail.in_band == (state is State.STREAMING)
+    assert [effect for effect in effects if isinstance(effect, AbortLeg)] == STOPPED_AT[state]
+    assert [effect.outcome for effect in effects if isinstance(effect, Record)] == ["stopping"]
+    assert flow.booked() == {}
+    assert flow.handle(ClientGone(), 3.0) == []
+
+
+def test_answer_whose_end_is_here_is_finished_when_the_router_stops() -> None:
+    """`End` is whole by itself: the client gets it at once, without the grace."""
+    flow = bring_to(State.ENDING)
+    effects = flow.handle(Stopping(), 2.0)
+    assert len([effect for effect in effects if isinstance(effect, FinishAnswer)]) == 1
+    assert [effect.outcome for effect in effects if isinstance(effect, Record)] == ["ok"]
