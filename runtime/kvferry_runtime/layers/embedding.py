@@ -1,8 +1,9 @@
-"""The token embedding, and the output layer where it shares the embedding's weight (tied): one copy serves both.
+"""The token embedding, and the output layer where it shares the embedding's weight (tied).
 
-Like the linear layers it is kept in the form that multiplies fastest. ``transposed`` keeps [panels, hidden, columns],
-in which a token is a column: reading one token costs a strided copy of ``hidden`` values, and the product with all
-tokens takes half the time of the row-major one at 4 to 8 rows (MKL on an Intel CPU).
+A small tied weight is kept twice, as rows to read and in oneDNN's packed form to multiply with: the product with all
+tokens is a fifth of a small model's step. A large one is kept once, in the form that multiplies fastest:
+``transposed`` keeps [panels, hidden, columns], in which a token is a column, so that reading one token costs a strided
+copy of ``hidden`` values.
 """
 
 from typing import Protocol
@@ -10,7 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvferry_runtime.layers.linear import PANEL_COLUMNS, LinearKind, packed_reason
+from kvferry_runtime.layers.linear import PANEL_COLUMNS, LinearKind, PackedLinear, packed_reason
+
+# A tied weight of at most this many bytes may be kept twice; it is part of the 300 MiB that an engine process may take
+# beside weights and KV (benchmarks/memory.py).
+TWICE_BYTES = 128 * 2**20
 
 
 class Embedding(Protocol):
@@ -44,6 +49,22 @@ class RowMajorEmbedding:
         return torch.nn.functional.linear(hidden, self._weight)
 
 
+class PackedHeadEmbedding:
+    """The weight [vocab, hidden] as it is, and packed."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._head = PackedLinear(weight)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """See ``Embedding``."""
+        return self._weight.index_select(0, token_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Embedding``."""
+        return self._head(hidden)
+
+
 class TransposedEmbedding:
     """Panels of tokens, each a contiguous [hidden, columns]; the last one is padded with zeros."""
 
@@ -67,4 +88,7 @@ class TransposedEmbedding:
 
 def make_embedding(weight: Tensor, kind: LinearKind, *, tied: bool) -> Embedding:
     """An embedding that owns ``weight``. One that is only read stays row-major."""
+    packable = kind != "plain" and not packed_reason(weight.device.type, weight.dtype)
+    if tied and packable and weight.nbytes <= TWICE_BYTES:
+        return PackedHeadEmbedding(weight)
     return TransposedEmbedding(weight) if tied and kind == "transposed" else RowMajorEmbedding(weight)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvferry_runtime.layers import embedding as embeddings
 from kvferry_runtime.layers import linear
 from kvferry_runtime.layers.embedding import make_embedding
 from kvferry_runtime.layers.linear import LinearKind, choose_linear, make_linear, packed_reason
@@ -25,8 +26,13 @@ def test_each_form_multiplies(kind: LinearKind, shape: tuple[int, int, int]) -> 
 
 @pytest.mark.parametrize("vocab", [251, 1537, 2048])
 @pytest.mark.parametrize("rows", [1, 6])
-def test_a_tied_embedding_reads_and_multiplies_alike(vocab: int, rows: int) -> None:
-    """In both forms a token's row is the weight's, and the product is with all tokens and no padding."""
+@pytest.mark.parametrize("twice", [True, False], ids=["kept twice", "kept once"])
+def test_a_tied_embedding_reads_and_multiplies_alike(
+    vocab: int, rows: int, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each form a token's row is the weight's, and the product is with all tokens and no padding."""
+    if not twice:
+        monkeypatch.setattr(embeddings, "TWICE_BYTES", 0)
     source = torch.Generator().manual_seed(0)
     weight, x = torch.randn((vocab, 24), generator=source), torch.randn((rows, 24), generator=source)
     ids = torch.randint(0, vocab, (40,), generator=source)

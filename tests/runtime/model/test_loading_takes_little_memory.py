@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry_runtime.layers.embedding import TWICE_BYTES
 from kvferry_runtime.layers.linear import LinearKind
 from kvferry_runtime.model.folder import open_folder
 
@@ -33,7 +34,10 @@ print(json.dumps([psutil.Process().memory_info().rss - before, peak() - before])
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["transposed", "packed"])
 def test_loading_a_gguf_model_peaks_near_its_weights(kind: LinearKind, demo_model: Path) -> None:
-    """Each tensor is dequantized, brought into its form and given up before the next is read."""
+    """Each tensor is dequantized, brought into its form and given up before the next is read.
+
+    The tied embedding of a small model is kept twice.
+    """
     command = [sys.executable, "-c", PROBE, str(demo_model), kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     after, peak = json.loads(done.stdout)
@@ -41,5 +45,7 @@ def test_loading_a_gguf_model_peaks_near_its_weights(kind: LinearKind, demo_mode
     attention = (config.heads + config.kv_heads) * config.head_dim * 2
     per_layer = config.hidden_size * (attention + 3 * config.intermediate_size + 2)
     weights = 4 * (config.vocab_size * config.hidden_size + config.layers * per_layer + config.hidden_size)
-    assert after < weights + SLACK
-    assert peak < weights + SLACK
+    embedding = 4 * config.vocab_size * config.hidden_size
+    twice = embedding if embedding <= TWICE_BYTES else 0
+    assert after < weights + twice + SLACK
+    assert peak < weights + twice + SLACK
