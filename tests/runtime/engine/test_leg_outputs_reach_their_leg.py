@@ -105,3 +105,18 @@ async def test_the_engines_end_fails_every_leg() -> None:
         (fail,) = leg.take()
         assert isinstance(fail, FailOut)
         assert fail.kind == "internal"
+
+
+async def test_waiting_for_the_last_leg_has_a_deadline() -> None:
+    """It ends when no leg is open, at once if none was, and says so when one still is."""
+    streams = LegStreams(4)
+    assert await streams.wait_empty(0.0)
+    key = LegKey("last", 0)
+    stream = streams.open(key)
+    assert not await streams.wait_empty(0.01)
+    assert streams.fail_all("This pod is stopping.", "draining") == 1
+    failed = await stream.next(0.0)
+    assert isinstance(failed, FailOut)
+    assert failed.kind == "draining"
+    asyncio.get_running_loop().call_soon(streams.close, key)
+    assert await streams.wait_empty(5.0)
