@@ -1,7 +1,10 @@
 """Argument types and options that several commands share."""
 
 import argparse
+import math
 from pathlib import Path
+
+RUNNING = "the one that runs from .kvferry here, else the only one that runs"  # a default of --state-dir
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -32,6 +35,17 @@ def seconds(text: str) -> float:
         number = -1.0
     if not 0 < number <= 86400:
         raise argparse.ArgumentTypeError(f"got {text!r}; accepts seconds from 0.001 to 86400")
+    return number
+
+
+def finite(text: str) -> float:
+    """A number that is neither infinite nor NaN."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"got {text!r}; accepts a number")
     return number
 
 

@@ -52,7 +52,10 @@ class ChatClient:
         Raises:
             ChatError: also for a stream that ends without ``[DONE]``: its text is not a whole answer.
         """
-        body = msgspec.json.encode({**request, "stream": True, "stream_options": {"include_usage": True}})
+        try:
+            body = msgspec.json.encode({**request, "stream": True, "stream_options": {"include_usage": True}})
+        except UnicodeEncodeError:  # bytes of the command line or the terminal that Python could not decode
+            raise ChatError("what was asked is not UTF-8") from None
         connection = self._connect()
         try:
             response = self._request(connection, "POST", "/v1/chat/completions", body)
@@ -86,6 +89,8 @@ class ChatClient:
             raise ChatError(f"{self._endpoint} gave no answer within {self._timeout_s:g} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise ChatError(f"{self._endpoint} cannot be reached: {_reason(error)}") from None
+        except ValueError as error:  # a host name, or an API key, that cannot be put into a request
+            raise ChatError(f"{self._endpoint} cannot be asked: {error}") from None
         if response.status != 200:
             raise ChatError(f"{self._endpoint} refused with {response.status}: {_message(response)}")
         return response

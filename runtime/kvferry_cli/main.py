@@ -56,3 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `kvferry ps | head -1`
         sys.stderr.close()
         return ExitCode.OK
+    except (OSError, ValueError) as error:  # a fault of files or of input that nobody foresaw
+        print(f"kvferry: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return ExitCode.FAILED

@@ -1,7 +1,9 @@
 """The chat client against a scripted endpoint: text as it comes, and every way to fail told plainly."""
 
 import http.server
+import io
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -166,3 +168,24 @@ def test_a_dialogue_remembers_what_was_said(
     said = [[message["content"] for message in asked["messages"]] for asked in endpoint.requests]  # type: ignore[attr-defined]  # JSON
     assert said == [["one"], ["one", "ok", "fail"], ["one", "ok", "two"], ["three"]]
     assert "refused with 500" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["-m", "\udcff"], ["-m", "-"], []])
+def test_text_that_is_not_utf_8_is_one_line(
+    endpoint: Endpoint, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """From the command line, from a pipe at once, and from a pipe line by line."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    assert main(["chat", "--url", endpoint.url, *arguments]) == 1
+    assert "not UTF-8" in capsys.readouterr().err
+    assert not endpoint.requests
+
+
+def test_a_pipe_gets_the_answers_alone(
+    endpoint: Endpoint, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt is for terminals."""
+    endpoint.script = answer(200, sse(delta("Hi"), "[DONE]"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main(["chat", "--url", endpoint.url]) == 0
+    assert capsys.readouterr().out == "Hi\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry_cli.main import build_parser, main
+from kvferry_cli.program import command
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +88,8 @@ def test_a_model_that_is_not_there_is_told_before_anything_starts(
         (["ps"], 3, "no service runs from"),
         (["chat", "-m", "hi"], 3, "no service runs from"),
         (["chat", "--url", "ftp://x"], 2, "accepts http://HOST:PORT"),
+        (["chat", "--url", "http://[::1"], 2, "accepts http://HOST:PORT"),
+        (["chat", "--temperature", "nan"], 2, "got 'nan'; accepts a number"),
         (["chat", "--url", "127.0.0.1:1", "-m", "hi"], 1, "cannot be reached: Connection refused"),
         (["up"], 2, "the following arguments are required: FILE"),
         (["up", "f", "--port", "x"], 2, "got 'x'; accepts a port from 1 to 65535"),
@@ -97,6 +100,10 @@ def test_a_model_that_is_not_there_is_told_before_anything_starts(
         (["serve", "toy", "--dtype", "float7", "--nope"], 2, "--nope: not a flag"),
         (["serve", "no_such_model"], 2, "not a model source; accepts"),
         (["model", "fetch", "no_such_model"], 2, "not a model source; accepts"),
+        (["model", "fetch", "image://registry/model:1"], 2, "model image://registry/model:1: needs a cluster"),
+        (["model", "fetch", "pvc://claim/inside"], 2, "model pvc://claim/inside: needs a cluster"),
+        (["serve", "pvc://claim"], 2, "model pvc://claim: needs a cluster"),
+        (["model", "fetch", "org/name@main"], 1, "revisions cannot be fetched yet; leave out @main"),
     ],
 )
 def test_wrong_use_ends_with_its_code(
@@ -113,10 +120,42 @@ def test_down_without_a_service_is_no_fault(capsys: pytest.CaptureFixture[str]) 
     assert run(capsys, "down")[:2] == (0, f"no service runs from {Path.cwd() / '.kvferry'}\n")
 
 
-def test_fetching_a_local_model_prints_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is here already needs no download."""
+def test_a_local_folder_is_checked_when_it_is_fetched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is here already needs no download, but must be a model."""
     (tmp_path / "model").mkdir()
-    assert run(capsys, "model", "fetch", "./model")[:2] == (0, f"{tmp_path / 'model'}\n")
+    code, out, err = run(capsys, "model", "fetch", "./model")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"kvferry: {tmp_path / 'model'}: no model: ")
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), ValueError("a\nb")])
+def test_what_nobody_foresaw_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    """The last resort for faults of files and input: exit code 1, no traceback."""
+
+    def fail(_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("kvferry_cli.local.registry.find", fail)
+    code, _, err = run(capsys, "ps")
+    assert code == 1
+    assert err.startswith("kvferry: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("/no such/bin/kvferry", "'/no such/bin/kvferry' down --state-dir 'a b'"),
+        ("/x/kvferry_cli/__main__.py", f"{sys.executable} -m kvferry_cli down --state-dir 'a b'"),
+        ("/x/pytest", "kvferry down --state-dir 'a b'"),
+    ],
+)
+def test_printed_commands_can_be_run_as_printed(monkeypatch: pytest.MonkeyPatch, typed: str, expected: str) -> None:
+    """They begin as the user's own command did, and are quoted for a shell."""
+    monkeypatch.setattr(sys, "argv", [typed])
+    assert command("down", "--state-dir", "a b") == expected
 
 
 def test_every_option_of_every_command_is_explained() -> None:
@@ -150,6 +189,6 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_reader_that_goes_away_is_no_fault(tmp_path: Path) -> None:
     """`kvferry --help | head -1` prints no traceback."""
-    command = f"{sys.executable} -P -m kvferry_cli --help | head -1"
-    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
+    shell = f"{sys.executable} -P -m kvferry_cli --help | head -1"
+    result = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
     assert result.stderr == ""

@@ -216,6 +216,15 @@ def test_commands_find_the_one_running_service(tmp_path: Path, monkeypatch: pyte
     two.unlock()  # as if it had been killed: its entry stays, and is skipped
     assert registry.find(None).path == one.path
     assert registry.find(tmp_path / "two").path == two.path
+    here = [StateDir(tmp_path / ".kvferry" / name) for name in ("a", "b")]
+    for state in here:
+        state.create()
+        state.lock()
+    with pytest.raises(UserError, match="2 services run; say which"):
+        registry.find(None)
+    here[0].unlock()
+    assert registry.find(None).path == here[1].path
+    here[1].unlock()
     registry.withdraw(one)
     assert registry.running() == []
     one.unlock()

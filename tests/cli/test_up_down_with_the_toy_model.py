@@ -41,7 +41,7 @@ class Service:
 
     def __init__(self, folder: Path, name: str = "toy", text: str = MANIFEST) -> None:
         folder.mkdir()
-        self.state = folder / ".kvferry"
+        self.state = folder / ".kvferry" / name
         self.manifest = folder / "service.yaml"
         self.manifest.write_text(text.replace("NAME", name))
         self.env = {**os.environ, "XDG_STATE_HOME": str(folder / "xdg"), "OMP_NUM_THREADS": "1"}

@@ -6,7 +6,7 @@ import os
 import sys
 from urllib.parse import urlsplit
 
-from kvferry_cli.arguments import HelpFormatter, add_state_dir, seconds
+from kvferry_cli.arguments import RUNNING, HelpFormatter, add_state_dir, finite, seconds
 from kvferry_cli.chat_client import ChatClient, ChatError
 from kvferry_cli.commands.ps import current
 from kvferry_cli.errors import ExitCode, UserError
@@ -28,11 +28,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--url", metavar="URL", help="the endpoint, such as http://127.0.0.1:8000 (default: that of the state folder)"
     )
-    add_state_dir(parser, default="the service that runs from .kvferry here, else the only one that runs")
+    add_state_dir(parser, default=RUNNING)
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the endpoint lists)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what fits)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling (default: the model's)")
+    parser.add_argument("--temperature", type=finite, metavar="T", help="0 is greedy (default: the model's)")
+    parser.add_argument("--top-p", type=finite, metavar="P", help="nucleus sampling (default: the model's)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes answers repeatable")
     parser.add_argument(
         "--timeout", type=seconds, default=600.0, metavar="SECONDS", help="longest silence of the endpoint"
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         model = args.model or client.first_model()
         conversation = _Conversation(client, model, args)
         if args.message is not None:
-            text = sys.stdin.read() if args.message == "-" else args.message
+            text = _standard_input() if args.message == "-" else args.message
             conversation.ask(text)
             return ExitCode.OK
         return _dialogue(conversation, model)
@@ -60,14 +60,21 @@ def _endpoint(args: argparse.Namespace) -> str:
     if args.url is None:
         return current(registry.find(args.state_dir)).endpoint
     url = args.url if "://" in args.url else f"http://{args.url}"
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         fine = False
     if not fine:
         raise UserError(f"--url: got {args.url!r}; accepts http://HOST:PORT", ExitCode.USAGE)
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise ChatError("standard input is not UTF-8") from None
 
 
 class _Conversation:
@@ -111,13 +118,17 @@ def _dialogue(conversation: _Conversation, model: str) -> int:
         importlib.import_module("readline")  # gives input() line editing and a history
     except ImportError:
         pass  # a Python built without it; input() works, with less comfort
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""  # a pipe gets the answers alone
     print(f"{model}; /new starts over, Ctrl-C stops an answer, Ctrl-D ends", file=sys.stderr)
     while True:
         try:
-            text = input("> ").strip()
+            text = input(prompt).strip()
         except EOFError:
-            print()
+            if prompt:
+                print()
             return ExitCode.OK
+        except UnicodeDecodeError:
+            raise ChatError("standard input is not UTF-8") from None
         if not text:
             continue
         if text == "/new":

@@ -4,7 +4,7 @@ import argparse
 import signal
 import time
 
-from kvferry_cli.arguments import HelpFormatter, add_state_dir, seconds
+from kvferry_cli.arguments import RUNNING, HelpFormatter, add_state_dir, seconds
 from kvferry_cli.errors import ExitCode, UserError
 from kvferry_cli.local import registry
 from kvferry_cli.local.identity import ProcessId, kill_trees, signal_process
@@ -20,7 +20,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "down", help="stop a running service", description=DESCRIPTION, formatter_class=HelpFormatter
     )
-    add_state_dir(parser, default="the service that runs from .kvferry here, else the only one that runs")
+    add_state_dir(parser, default=RUNNING)
     parser.add_argument(
         "--wait", type=seconds, default=60.0, metavar="SECONDS", help="kill everything that still runs after this time"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvferry_cli.arguments import HelpFormatter
 from kvferry_cli.errors import ExitCode
-from kvferry_cli.models import parse_model_argument, resolve_model
+from kvferry_cli.models import fetch_model, parse_model_argument
 
 FETCH_DESCRIPTION = """\
 Bring a model to this machine, check its files, and print where it lies. A download that was cut goes on where it
@@ -25,7 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     fetch.add_argument(
         "name",
         metavar="NAME",
-        help="demo:smollm2 (the demo model), a hub id (org/name, hf://org/name@revision), or a local folder or file",
+        help="demo:smollm2 (the demo model), a hub id (org/name), or a local folder or file",
     )
     fetch.add_argument("--quiet", action="store_true", help="show no progress bar")
     fetch.set_defaults(run=run_fetch)
@@ -34,7 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run_fetch(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     source = parse_model_argument(args.name)
-    path = resolve_model(source, Path.cwd(), progress=not args.quiet)
+    path = fetch_model(source, Path.cwd(), progress=not args.quiet)
     print(path)
     sys.stdout.flush()
     return ExitCode.OK

@@ -4,7 +4,7 @@ import argparse
 
 import msgspec
 
-from kvferry_cli.arguments import HelpFormatter, add_state_dir
+from kvferry_cli.arguments import RUNNING, HelpFormatter, add_state_dir
 from kvferry_cli.errors import ExitCode, UserError
 from kvferry_cli.local import registry
 from kvferry_cli.local.state_dir import PodRecord, ServiceRecord, StateDir
@@ -19,7 +19,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "ps", help="show the processes of a running service", description=DESCRIPTION, formatter_class=HelpFormatter
     )
-    add_state_dir(parser, default="the service that runs from .kvferry here, else the only one that runs")
+    add_state_dir(parser, default=RUNNING)
     parser.add_argument("--json", action="store_true", help="print one JSON object, with the reasons of each state")
     parser.set_defaults(run=run)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvferry_cli.arguments import HelpFormatter, add_state_dir, port, seconds
 from kvferry_cli.errors import ExitCode, UserError
+from kvferry_cli.local import registry
 from kvferry_cli.local.background import Reporter, start_in_background
 from kvferry_cli.local.preflight import engine_faults, refuse
 from kvferry_cli.local.service import prepare, run_service
@@ -36,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="port of the endpoint on 127.0.0.1; 0 takes a free one (default: spec.router.port)",
     )
-    add_state_dir(parser, default=".kvferry beside the manifest")
+    add_state_dir(parser, default=".kvferry/NAME beside the manifest, by the name in its metadata")
     parser.add_argument("--detach", action="store_true", help="return when the service is ready, and leave it running")
     parser.add_argument(
         "--wait",
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, reporter: Reporter) -> int:
     service_plan = planned(args.file)
-    state = StateDir(args.state_dir if args.state_dir is not None else args.file.absolute().parent / ".kvferry")
+    own = args.file.absolute().parent / registry.DEFAULT_NAME / service_plan.name
+    state = StateDir(own if args.state_dir is None else args.state_dir)
     state.create()
     if args.detach:
         state.lock()  # refuse before anything is downloaded; the background process takes it over

@@ -15,6 +15,7 @@ import msgspec
 from kvferry_cli.errors import ExitCode, UserError
 from kvferry_cli.local.identity import ProcessId, identify, kill_trees, wait_gone
 from kvferry_cli.local.state_dir import ServiceRecord, StateDir
+from kvferry_cli.program import command
 
 STOP_WAIT_S = 60.0
 
@@ -66,11 +67,11 @@ def start_in_background(args: argparse.Namespace, state: StateDir) -> int:
     # Appended to, not emptied: it may be that of a launcher which takes the folder first (see `Reporter.own_log`).
     with log.open("ab") as output:
         log.chmod(0o600)
-        command = [sys.executable, "-P", "-m", "kvferry_cli", "up", str(args.file), "--state-dir", str(state.path)]
-        command += ["--background-fd", str(write_end)]
-        command += [] if args.port is None else ["--port", str(args.port)]
+        argv = [sys.executable, "-P", "-m", "kvferry_cli", "up", str(args.file), "--state-dir", str(state.path)]
+        argv += ["--background-fd", str(write_end)]
+        argv += [] if args.port is None else ["--port", str(args.port)]
         process = subprocess.Popen(
-            command,
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -106,10 +107,9 @@ def start_in_background(args: argparse.Namespace, state: StateDir) -> int:
 def _print_started(record: ServiceRecord, state: StateDir) -> None:
     from kvferry_cli.local.service import welcome
 
-    print(welcome(record))
-    print(
-        f"running in the background as pid {record.launcher.pid}; stop it with: kvferry down --state-dir {state.path}"
-    )
+    print(welcome(record, state))
+    stop = command("down", "--state-dir", state.path)
+    print(f"running in the background as pid {record.launcher.pid}; stop it with: {stop}")
 
 
 def wait_for_report(descriptor: int, timeout_s: float) -> Report | None:

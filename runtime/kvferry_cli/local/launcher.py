@@ -207,7 +207,9 @@ class Launcher:
 
     def _tell(self, change: Changed) -> None:
         name, state = change.name, change.state
-        if state is PodState.READY:
+        if state is PodState.READY and change.before is PodState.UNREADY:
+            self._screen.say(f"{name} is ready again")
+        elif state is PodState.READY:
             self._screen.say(f"{name} is ready after {self._loop.time() - self._started_at[name]:.1f} s")
         elif state is PodState.UNREADY:
             self._screen.say(f"{name} is not ready any more: {change.reason}")

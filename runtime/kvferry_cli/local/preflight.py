@@ -7,8 +7,6 @@ from kvferry_operator.api import InferenceService
 from kvferry_operator.api.service import EngineSettings
 from kvferry_operator.plan import ServicePlan
 from kvferry_router.tenants import ApiKeys, KeyFileError
-from kvferry_runtime.model.errors import ModelError
-from kvferry_runtime.model.folder import open_folder
 from kvferry_wire.limits import Limits
 
 ENGINE_BLOCK_SIZE = 16  # the engine's own default
@@ -43,6 +41,9 @@ def _room_fault(settings: EngineSettings) -> str:
 
 def check_model(model: str) -> None:
     """Open the model's headers. Raises ``UserError`` where no engine could load it."""
+    from kvferry_runtime.model.errors import ModelError
+    from kvferry_runtime.model.folder import open_folder
+
     try:
         open_folder(model)
     except (ModelError, OSError) as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shlex
 from pathlib import Path
 
 from kvferry_cli.errors import ExitCode, UserError
@@ -63,8 +64,8 @@ def _runs(folder: StateDir) -> bool:
 def find(given: Path | None) -> StateDir:
     """The state folder that a command means.
 
-    The one given; else ``.kvferry`` here if a service runs from it; else the one service that runs; else ``.kvferry``
-    here.
+    The one given; else the one under ``.kvferry`` here that a service runs from; else the one service that runs; else
+    the one folder that lies under ``.kvferry``, or ``.kvferry`` itself.
 
     Raises:
         UserError: several services run and none was named, or what was named is no folder.
@@ -73,11 +74,11 @@ def find(given: Path | None) -> StateDir:
         if given.exists() and not given.is_dir():
             raise UserError(f"--state-dir: {given} is no folder", ExitCode.USAGE)
         return StateDir(given)
-    here = StateDir(Path(DEFAULT_NAME))
-    if here.runs():
-        return here
-    candidates = running()
+    own = [StateDir(lock.parent) for lock in sorted(Path(DEFAULT_NAME).glob("*/lock"))]
+    candidates = [folder for folder in own if _runs(folder)] or running()
     if len(candidates) > 1:
-        listed = "\n".join(f"  --state-dir {folder.path}" for folder in candidates)
+        listed = "\n".join(f"  --state-dir {shlex.quote(str(folder.path))}" for folder in candidates)
         raise UserError(f"{len(candidates)} services run; say which:\n{listed}", ExitCode.USAGE)
-    return candidates[0] if candidates else here
+    if candidates:
+        return candidates[0]
+    return own[0] if len(own) == 1 else StateDir(Path(DEFAULT_NAME))

@@ -16,6 +16,7 @@ from kvferry_cli.local.ports import HOST, allocate
 from kvferry_cli.local.preflight import api_keys_file, check_model
 from kvferry_cli.local.state_dir import STATE_VERSION, ServiceRecord, StateDir, write_atomically
 from kvferry_cli.local.supervisor import Policy
+from kvferry_cli.program import command
 from kvferry_operator.plan import ServicePlan
 from kvferry_service.key_files import KeyFileError, copy_keys, create_keys
 
@@ -83,7 +84,7 @@ async def run_service(prepared: Prepared, reporter: Reporter) -> str:
         screen.say(warning)
 
     def on_ready() -> None:
-        screen.say(welcome(record))
+        screen.say(welcome(record, state))
         reporter.ready()
 
     # In the background nobody watches a pod that cannot start; on a terminal somebody does, and may mend the cause.
@@ -101,7 +102,7 @@ async def run_service(prepared: Prepared, reporter: Reporter) -> str:
     return outcome.failure
 
 
-def welcome(record: ServiceRecord) -> str:
+def welcome(record: ServiceRecord, state: StateDir) -> str:
     """What is shown when the service is ready."""
     key = "" if record.auth == "none" else " -H 'authorization: Bearer API_KEY'"
     body = f'{{"model": "{record.model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
@@ -109,6 +110,6 @@ def welcome(record: ServiceRecord) -> str:
         [
             f"ready: {record.endpoint}/v1",
             f"  curl -N {record.endpoint}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'",
-            "  or: kvferry chat",
+            f"  or: {command('chat', '--state-dir', state.path)}",
         ]
     )

@@ -2,7 +2,7 @@
 
 ::
 
-    .kvferry/                mode 0700
+    .kvferry/NAME/           mode 0700
       lock                   held by the launcher as long as it lives; says which process that is
       state.json             the service as it is, written on each change
       ports.json             ports of each pod, kept over restarts
@@ -20,6 +20,7 @@ import msgspec
 
 from kvferry_cli.errors import UserError
 from kvferry_cli.local.identity import ProcessId, own_identity
+from kvferry_cli.program import command
 
 STATE_VERSION = 1
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.03
@@ -191,7 +192,7 @@ class StateDir:
         record = self.read_state()
         who = f"service {record.service!r} (pid {record.launcher.pid})" if record else "a service"
         return (
-            f"{who} already runs from {self.path}; stop it with `kvferry down --state-dir {self.path}`, "
+            f"{who} already runs from {self.path}; stop it with `{command('down', '--state-dir', self.path)}`, "
             "or give this one another --state-dir (and --port)"
         )
 
