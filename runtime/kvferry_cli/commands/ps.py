@@ -11,7 +11,8 @@ from kvferry_cli.local.state_dir import PodRecord, ServiceRecord, StateDir
 
 DESCRIPTION = """\
 Show each process of a running service: name, role, pid, ports, state, restarts. The states are waiting, starting,
-ready, unready, backoff, stopping and stopped. Exits with 3 when no service runs.
+ready, unready, backoff, stopping and stopped; restarts are those of the process and of the engine inside it. Exits
+with 3 when no service runs.
 """
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvferry_cli.local.engine_restarts import EngineRestarts
 from kvferry_cli.local.logs import LogFile, Screen
 from kvferry_cli.local.pod import LocalPod
 from kvferry_cli.local.probe import probe
@@ -72,6 +73,7 @@ class Launcher:
         self._processes: dict[str, PodProcess] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._logs = {pod.name: LogFile(state.logs / f"{pod.name}.log") for pod in pods}
+        self._engines = {pod.name: EngineRestarts(pod.ready_file) for pod in pods}
         self._started_at: dict[str, float] = {}
         self._failure = ""
         self._crash: Exception | None = None
@@ -125,6 +127,8 @@ class Launcher:
         pod = self._pods[name]
         while True:
             result = await probe(pod.ports["http"], pod.ready_path, PROBE_TIMEOUT_S)
+            if result.ready:
+                self._engines[name].look()
             self._perform(
                 self._supervisor.probed(
                     name,
@@ -199,6 +203,7 @@ class Launcher:
             self._on_exit(name, attempt, why, code)
 
         try:
+            self._engines[name].begin()
             self._processes[name] = PodProcess(pod, self._state.path, lambda line: self._on_line(name, line), on_exit)
         except OSError as error:
             return self._supervisor.exited(name, attempt, f"could not be started: {error}", self._loop.time())
@@ -237,7 +242,7 @@ class Launcher:
                 state=view.state.value,
                 process=self._processes[view.name].identity if view.name in self._processes else None,
                 ports=self._pods[view.name].ports,
-                restarts=max(0, view.attempt - 1),
+                restarts=max(0, view.attempt - 1) + self._engines[view.name].count,
                 reason=view.reason,
             )
             for view in self._supervisor.view()

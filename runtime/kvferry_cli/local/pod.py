@@ -22,6 +22,7 @@ class LocalPod(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str]  # over the launcher's own environment
     ports: dict[str, int]
     ready_path: str = "/readyz"
+    ready_file: Path | None = None  # written by an engine at each of its starts
 
 
 def render(
@@ -56,14 +57,17 @@ def _pod(
         Slot.KEYS_DIR: str(state.router_keys if pod.role == "router" else state.keys),
         **{port.slot: str(ports[port.name]) for port in pod.ports},
     }
+    ready_file = None if pod.role == "router" else state.ready_file(pod.name)
+    own = [] if ready_file is None else ["--ready-file", str(ready_file)]
     return LocalPod(
         name=pod.name,
         role=pod.role,
         # -P: a folder of the working directory is never imported in place of a module.
-        argv=(sys.executable, "-P", "-m", pod.module, *pod.rendered(values), "--log-format", log_format),
+        argv=(sys.executable, "-P", "-m", pod.module, *pod.rendered(values), *own, "--log-format", log_format),
         env={"PYTHONUNBUFFERED": "1", **dict(pod.env)},
         ports=dict(ports),
         ready_path=pod.probes.ready,
+        ready_file=ready_file,
     )
 
 

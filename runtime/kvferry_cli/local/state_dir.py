@@ -7,6 +7,7 @@
       state.json             the service as it is, written on each change
       ports.json             ports of each pod, kept over restarts
       pods.json              the router's discovery
+      ready/NAME.json        what an engine says of itself when it is ready
       keys/all, keys/router  key files; the router's folder has no `kv`
       logs/NAME.log          one per pod, with one older part; logs/launcher.log when detached
 """
@@ -34,7 +35,7 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     process: ProcessId | None  # None while no process runs
     ports: dict[str, int]
-    restarts: int
+    restarts: int  # of its process, and of the engine inside it
     reason: str  # why it is not ready, or how its last process ended
 
 
@@ -86,6 +87,10 @@ class StateDir:
     def state_file(self) -> Path:
         return self.path / "state.json"
 
+    def ready_file(self, pod: str) -> Path:
+        """What an engine pod says of itself at each start of its engine."""
+        return self.path / "ready" / f"{pod}.json"
+
     @property
     def logs(self) -> Path:
         return self.path / "logs"
@@ -100,7 +105,8 @@ class StateDir:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.chmod(0o700)
-            self.logs.mkdir(mode=0o700, exist_ok=True)
+            for folder in (self.logs, self.path / "ready"):
+                folder.mkdir(mode=0o700, exist_ok=True)
             ignore = self.path / ".gitignore"
             if not ignore.exists():
                 ignore.write_text("*\n")
