@@ -1,0 +1,184 @@
+"""What a hand-off costs a user: from prefill's answer to the first token that decode computes itself.
+
+    python benchmarks/handoff.py [--model DIR] [--rounds 5] [--tokens 128,512,2048]
+
+Starts two pods as a service does (one compute thread each, so that they share two cores), sends each prompt to prefill
+and its handle to decode, and times, at the client:
+
+- hand-off: from the frame that holds prefill's first token to decode's first own token (second of the answer);
+- pull: the time and rate of the KV transfer inside decode, from its metrics;
+- step: decode's next token after that, which is part of every hand-off and is no cost of the ferry.
+
+Beside it, in the same run, a plain copy of as many bytes in this process. Every pull must have succeeded: a recomputed
+prompt is an error, not a figure.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from kvferry_runtime.model.fetch import default_root, fetch
+from kvferry_service.key_files import create_keys, load_keys
+from kvferry_wire.canonical import KeyExtras
+from kvferry_wire.frames import End, Fail, Frame, FrameDecoder, Prefilled, Tokens
+from kvferry_wire.leg import AnswerFormat, ChoiceState, Leg, Sampling
+
+START_S = 300.0
+ANSWER_TOKENS = 4
+METRICS = ("kv_pulls_ok_total", "kv_pulled_bytes_total", "kv_pull_seconds_total")
+
+
+@contextlib.contextmanager
+def pod(folder: Path, model: str, role: str) -> Iterator[str]:
+    """A pod with its planes on free ports; its base URL."""
+    ready, log = folder / f"{role}.json", folder / f"{role}.log"
+    flags = ["--port", "0", "--keys-dir", str(folder / "keys"), "--ready-file", str(ready), "--role", role]
+    flags += ["--model", model, "--served-name", "m", "--dtype", "float32", "--threads", "1", "--kv-memory", "512MiB"]
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-m", "kvferry_runtime.server", *flags], stderr=output)
+    try:
+        deadline = time.monotonic() + START_S
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(log.read_text())
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{msgspec.json.decode(ready.read_bytes())['http']}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def frames(session: aiohttp.ClientSession, url: str, leg: Leg) -> AsyncIterator[tuple[float, Frame]]:
+    """The leg's frames with the time each came."""
+    decoder = FrameDecoder()
+    async with session.post(url, data=msgspec.msgpack.encode(leg)) as response:
+        async for part in response.content.iter_any():
+            now = time.perf_counter()
+            for frame in decoder.feed(part):
+                if isinstance(frame, Fail):
+                    raise SystemExit(f"{url}: {frame.kind}: {frame.message}")
+                yield now, frame
+
+
+async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The transfer's counters in decode; they follow the engine's heartbeat, each half second."""
+    await asyncio.sleep(1.2)
+    async with session.get(url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    found = (line.removeprefix("kvferry:").split() for line in lines if line.startswith("kvferry:"))
+    return {name: float(value) for name, value in found if name in METRICS}
+
+
+async def hand_off(session: aiohttp.ClientSession, prefill: str, decode: str, leg: Leg) -> tuple[float, float]:
+    """Seconds of the hand-off, and of one decode step after it."""
+    answered = 0.0
+    async for now, frame in frames(session, prefill + "/internal/v1/prefill", leg):
+        if isinstance(frame, Prefilled):
+            answered, prefilled = now, frame
+    if prefilled.handle is None:
+        raise SystemExit("prefill gave no handle: the answer ended with its first token")
+    second = msgspec.structs.replace(
+        leg, attempt=1, handle=prefilled.handle, choices=(ChoiceState(emitted=prefilled.first),)
+    )
+    times: list[float] = []
+    async for now, frame in frames(session, decode + "/internal/v1/generate", second):
+        if isinstance(frame, Tokens):
+            times += [now] * len(frame.ids)
+        elif isinstance(frame, End) and frame.recomputed:
+            raise SystemExit(f"recomputed: {frame.recomputed}")
+    # The first token is prefill's, passed on at once.
+    return times[-ANSWER_TOKENS + 1] - answered, times[-1] - times[-2]
+
+
+def make_leg(name: str, tokens: int, seed: int) -> Leg:
+    ids = np.random.default_rng(seed).integers(100, 40_000, tokens)
+    return Leg(
+        internal_id=name,
+        attempt=0,
+        request_id=name,
+        deadline_ms=120_000,
+        prompt_ids=tuple(int(token) for token in ids),
+        choices=(ChoiceState(),),
+        sampling=Sampling(seed=1, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
+        format=AnswerFormat(kind="completion", stream=True, include_usage=False, response_id="r", created=1, model="m"),
+        extras=KeyExtras(),
+    )
+
+
+def copy_seconds(nbytes: int) -> float:
+    """Median seconds of a plain copy of as many bytes."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+async def measure(folder: Path, prefill: str, decode: str, sizes: list[int], rounds: int) -> None:
+    keys = load_keys(folder / "keys", need_kv=True)
+    headers = {"Authorization": f"Bearer {keys.bearer()}"}
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(300)) as session:
+        await hand_off(session, prefill, decode, make_leg("warm", 64, 0))
+        print("| tokens | MiB | hand-off ms | of it one decode step | pull ms | pull MB/s | plain copy ms |")
+        print("|---|---|---|---|---|---|---|")
+        for size in sizes:
+            before = await metrics(session, decode)
+            pairs = [
+                await hand_off(session, prefill, decode, make_leg(f"{size}-{round_}", size, 1000 * size + round_))
+                for round_ in range(rounds)
+            ]
+            after = await metrics(session, decode)
+            moved: dict[str, Any] = {name: after[name] - before[name] for name in METRICS}
+            if moved["kv_pulls_ok_total"] != rounds:
+                raise SystemExit(f"{moved['kv_pulls_ok_total']:.0f} pulls in {rounds} rounds")
+            nbytes = int(moved["kv_pulled_bytes_total"] / rounds)
+            seconds = moved["kv_pull_seconds_total"] / rounds
+            cells = (
+                f"{size}",
+                f"{nbytes / 2**20:.1f}",
+                f"{1e3 * median(pair[0] for pair in pairs):.1f}",
+                f"{1e3 * median(pair[1] for pair in pairs):.1f}",
+                f"{1e3 * seconds:.1f}",
+                f"{nbytes / seconds / 1e6:.0f}",
+                f"{1e3 * copy_seconds(nbytes):.1f}",
+            )
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", help="default: the demo model, fetched if need be")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", default="128,512,2048")
+    given = parser.parse_args()
+    model = given.model or str(fetch("smollm2-135m-instruct", default_root(), progress=True))
+    print(
+        f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
+    )
+    print(f"command: python {' '.join(sys.argv)}\nmodel:   {Path(model).name}, float32, one thread a pod\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        create_keys(folder / "keys")
+        with pod(folder, model, "prefill") as prefill, pod(folder, model, "decode") as decode:
+            asyncio.run(measure(folder, prefill, decode, [int(size) for size in given.tokens.split(",")], given.rounds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
