@@ -69,7 +69,6 @@ async def test_each_prompt_is_counted_once(
 
     assert moved("prompt_tokens_total") == [sum(len(ask.prompt) for ask in asks), 0]
     assert moved("generation_tokens_total") == [len(asks), 9 * len(asks)]
-    assert moved("kv_leases_granted_total")[0] in (len(asks), len(asks) - 1)  # the last may come with the next beat
 
 
 async def test_leases_outlive_the_wait_at_decode(

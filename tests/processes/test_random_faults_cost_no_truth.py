@@ -25,10 +25,11 @@ TARGETS: tuple[tuple[Pod, Part], ...] = (
     ("prefill-0", "engine"),
     ("decode-0", "server"),
     ("decode-0", "engine"),
+    ("router", "server"),
 )
 
 
-async def fault(service: Service, source: random.Random) -> str:
+async def fault(service: Service, source: random.Random, traffic: Traffic) -> str:
     """One fault at a random moment; a pause ends by itself. What it hits may be gone already."""
     await asyncio.sleep(source.uniform(0.0, 3.0))
     pod, part = source.choice(TARGETS)
@@ -37,6 +38,7 @@ async def fault(service: Service, source: random.Random) -> str:
         if service.pid(pod, part) is None:
             return f"{pod} {part}: nothing to hit"
         if not pause_s:
+            traffic.router_died |= pod == "router"
             service.signal(pod, part, signal.SIGKILL)
             return f"{pod} {part}: killed"
         pid = service.signal(pod, part, signal.SIGSTOP)
@@ -54,7 +56,7 @@ async def test_schedule(service: Service, internal: aiohttp.ClientSession, seed:
     faults = [random.Random(f"chaos/{seed}/{number}") for number in range(3)]
     async with Traffic(service, 1000 + seed, clients=source.choice([4, 10, 16])) as traffic:
         await traffic.answered(3)
-        done = await asyncio.gather(*(fault(service, each) for each in faults))
+        done = await asyncio.gather(*(fault(service, each, traffic) for each in faults))
         await asyncio.sleep(0.5)
         await service.wait_ready(internal)
         before = traffic.well()
