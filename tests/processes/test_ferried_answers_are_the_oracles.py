@@ -1,9 +1,11 @@
 """Prefill here, decode there, one router: exact answers, whatever the prompt's length and whatever else is going on."""
 
 import asyncio
+import functools
 import random
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.processes.asking import Ask, ask_for, judge
@@ -82,19 +84,19 @@ async def test_leases_outlive_the_wait_at_decode(
         judge(ask, answer)
         assert answer.path == "disaggregated", answer
 
-    async def full() -> str:
-        free = (await service.load(internal, "decode-0")).free_blocks
-        return f"{free} blocks are free" if free > 8 else ""
+    async def runs(count: int) -> str:
+        load = await service.load(internal, "decode-0")
+        return "" if load.running == count else f"{load}"
 
     before = await service.metrics(internal, "prefill-0")
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
-        for number in range(2):
-            group.create_task(one(Ask(f"Fills {number}. {WORDS}"[:100], max_tokens=500, n=8, stream=False)))
-        await until(full, 20.0)
+        for number in range(3):  # 41 blocks each, and 25 more while they write, of 160
+            group.create_task(one(Ask(f"Fills {number}. {WORDS}"[:650], max_tokens=400, stream=False)))
+            await until(functools.partial(runs, number + 1), 20.0)
         begun = loop.time()
         await asyncio.gather(
-            *(one(Ask(f"Waits {number}. {WORDS}"[:300], max_tokens=4, stream=False)) for number in range(3))
+            *(one(Ask(f"Waits {number}. {WORDS}"[:600], max_tokens=4, stream=False)) for number in range(2))
         )
         assert loop.time() - begun > LEASE_S, "they did not wait for long enough to prove anything"
     after = await service.metrics(internal, "prefill-0")
@@ -124,6 +126,39 @@ async def test_small_pools_change_nothing(service: Service, internal: aiohttp.Cl
     assert before["decode-0"]["num_preemptions_total"] > 0
     assert service.pids() == lives
     await service.wait_idle(internal, 2.0)
+
+
+async def test_work_leaves_no_socket_and_no_thread(service: Service, internal: aiohttp.ClientSession) -> None:
+    """After twice the requests, some of them left, no process has more of either than after the first half."""
+
+    async def half(seed: int) -> dict[str, tuple[int, int]]:
+        source = random.Random(seed)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def one(number: int) -> None:
+                ask = Ask(f"{seed} {number} {WORDS}"[:90], max_tokens=10, stream=number % 2 == 0)
+                try:
+                    async with asyncio.timeout(source.choice([0.02, 0.1, 30.0])):
+                        judge(ask, await ask_for(session, service.url(), ask))
+                except TimeoutError:
+                    pass
+
+            for _ in range(5):
+                await asyncio.gather(*(one(number) for number in range(10)))
+        await service.wait_idle(internal, 3.0)
+        found = {}
+        for name, pid in service.pids().items():
+            process = psutil.Process(pid)
+            found["/".join(name)] = (process.num_fds(), process.num_threads())
+        return found
+
+    first, second = await half(1), await half(2)
+    spare = (
+        5  # connections that are kept for the next request or closed a moment later, and the threads that serve them
+    )
+    for name, counts in first.items():
+        for before, after in zip(counts, second[name], strict=True):
+            assert after <= before + spare, (name, first, second)
 
 
 async def _same_name(session: aiohttp.ClientSession, url: str, ask: Ask) -> None:

@@ -99,9 +99,12 @@ async def test_stopped_before_the_pull(service: Service, internal: aiohttp.Clien
 
 
 async def test_lease_that_ended_before_the_pull(service: Service, internal: aiohttp.ClientSession) -> None:
-    """A decode leg that comes too late does not read blocks that are others' by now."""
+    """What nobody reads is kept for its time and no longer; who comes later does not read blocks that are others'."""
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
     leg = await prefilled_leg(service, internal, "too late")
-    await asyncio.sleep(LEASE_S + 0.5)
+    await service.wait_idle(internal, LEASE_S + 1.0)
+    assert loop.time() - begun > LEASE_S
     other = await prefilled_leg(service, internal, "others' by now")
     check(leg, await frames(service, internal, "decode-0", leg), {"lease_expired"})
     check(other, await frames(service, internal, "decode-0", other), set())

@@ -20,9 +20,6 @@ MIDDLE_S = 4.0  # more than the lease
 LONG_S = 6.0  # more than both
 assert SHORT_S < LEASE_S < MIDDLE_S < DEFAULT_LIMITS.stall_timeout_s < LONG_S < DEFAULT_LIMITS.engine_kill_s
 
-PARTS = pytest.mark.parametrize("part", ["server", "engine"])
-OTHER: dict[Part, Part] = {"server": "engine", "engine": "server"}
-
 
 async def pause(service: Service, pod: Pod, part: Part, seconds: float) -> None:
     """Pause it; it goes on as the same process."""
@@ -57,31 +54,27 @@ async def paused(
     return traffic
 
 
-@PARTS
-async def test_paused_prefill_costs_no_answer(service: Service, internal: aiohttp.ClientSession, part: Part) -> None:
-    """Its leases end and its legs stall, and decode stands still for a moment: every request is answered in full."""
-    traffic = await paused(service, internal, 21, ("prefill-0", part, LONG_S), ("decode-0", OTHER[part], SHORT_S))
+async def test_paused_prefill_costs_no_answer(service: Service, internal: aiohttp.ClientSession) -> None:
+    """Its legs stall, what it had answered reaches nobody, and decode stands still for a moment: all are answered."""
+    traffic = await paused(service, internal, 21, ("prefill-0", "server", LONG_S), ("decode-0", "engine", SHORT_S))
     assert not traffic.failed()
 
 
-async def test_leases_that_end_in_a_pause_cost_no_answer(service: Service, internal: aiohttp.ClientSession) -> None:
-    """Too short for a stall: the legs go on, while what was leased is not to be relied on any more."""
-    traffic = await paused(service, internal, 22, ("prefill-0", "engine", MIDDLE_S))
-    assert not traffic.failed()
-
-
-@PARTS
+@pytest.mark.parametrize(("part", "prefill_pause"), [("server", ("engine", LONG_S)), ("engine", ("server", SHORT_S))])
 async def test_long_paused_decode_ends_answers_in_an_error(
-    service: Service, internal: aiohttp.ClientSession, part: Part
+    service: Service, internal: aiohttp.ClientSession, part: Part, prefill_pause: tuple[Part, float]
 ) -> None:
     """After the stall timeout each stream ends in an error; what the pod says when it goes on reaches nobody."""
-    traffic = await paused(service, internal, 23, ("decode-0", part, LONG_S), ("prefill-0", OTHER[part], SHORT_S))
+    traffic = await paused(service, internal, 23, ("decode-0", part, LONG_S), ("prefill-0", *prefill_pause))
     assert traffic.failed()
     slowest = max(answer.seconds for _, answer in traffic.failed())
     assert slowest < LONG_S + 5.0, "a stalled answer was not ended by its stall timeout"
 
 
 async def test_paused_router_costs_no_answer(service: Service, internal: aiohttp.ClientSession) -> None:
-    """What arrived meanwhile is taken before anything is judged: no leg is given up for the router's own pause."""
-    traffic = await paused(service, internal, 24, ("router", "server", LONG_S))
+    """What arrived meanwhile is taken before anything is judged: no leg is given up for the router's own pause.
+
+    Prefill pauses too, for less than the router would call a stall and for more than its leases last.
+    """
+    traffic = await paused(service, internal, 24, ("router", "server", LONG_S), ("prefill-0", "engine", MIDDLE_S))
     assert not traffic.failed()

@@ -21,7 +21,7 @@ from tests.support.service import Service, running_service
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(300)]
 
 NAME = "smollm2-135m-instruct"
-TOKENS = 16
+TOKENS = 12
 BLOCK = 16
 # Of every kind that the list has: questions, code, scripts, emoji, white space, numbers, long ones, a rendered chat.
 CHOSEN = tuple(PROMPTS[index] for index in (0, 46, 5, 9, 12, 13, 19, 25, 28, 37, 45, 48, 49))
