@@ -34,7 +34,7 @@ async def without_it(service: Service, pod: Pod, mark: str) -> None:
         assert int(response.headers["Retry-After"]) >= 1
 
 
-async def official_stream(service: Service) -> None:
+async def official_stream(service: Service, begun: asyncio.Event) -> None:
     """openai-python raises where the answer is cut, after text that is a prefix of it."""
     text = ""
     async with openai.AsyncOpenAI(base_url=service.url() + "/v1", api_key="none", max_retries=0) as client:
@@ -44,6 +44,7 @@ async def official_stream(service: Service) -> None:
         with pytest.raises(openai.APIError) as caught:
             async for chunk in stream:
                 text += chunk.choices[0].text
+                begun.set()
     assert caught.value.code in ("engine_lost", "engine_failed")
     assert text
     assert said("An answer that is cut.", 1900).startswith(text)
@@ -67,8 +68,11 @@ async def test_kill_prefill_then_decode(
         await traffic.answered(15)
         assert not traffic.failed()
 
-        official = asyncio.create_task(official_stream(service))
-        await asyncio.sleep(source.uniform(0.5, 1.5))
+        begun = asyncio.Event()
+        official = asyncio.create_task(official_stream(service, begun))
+        async with asyncio.timeout(20):
+            await begun.wait()
+        await asyncio.sleep(source.uniform(0.0, 1.0))
         decode = service.signal("decode-0", decode_part, signal.SIGKILL)
         await asyncio.sleep(0.5)
         await without_it(service, "decode-0", f"decode's {decode_part}")
