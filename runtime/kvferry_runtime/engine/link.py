@@ -30,8 +30,8 @@ class Waker:
         """From any thread. A full pipe wakes as well as one more byte would."""
         try:
             os.write(self._write_fd, b"\0")
-        except (BlockingIOError, OSError):
-            pass
+        except OSError:
+            pass  # full: the loop wakes anyway; closed: there is no loop to wake
 
     def clear(self) -> None:
         try:

@@ -59,7 +59,7 @@ class OwnerControl:
         except zmq.ZMQError as error:
             self._socket.close(0)
             raise TransferError(f"control port: cannot listen on {host}:{port}: {error.strerror}") from error
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self.port = curve.bound_port(self._socket, port)
         self._thread = threading.Thread(target=self._run, name="kv-control-owner", daemon=True)
 
     def start(self) -> None:
