@@ -1,0 +1,3 @@
+module kvferry.dev/e2e/pause
+
+go 1.26.0
