@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Build the programs that tests on Kubernetes need, from the Go modules in modules/, where no registry gives them.
 #
-#   e2e/tools/build.sh GROUP...     builds what is absent; the folder of the programs is the last line of stdout
+#   e2e/tools/build.sh GROUP...         builds what is absent; the folder of the programs is the last line of stdout
+#   e2e/tools/build.sh --find GROUP...  builds nothing; exit 3 where something is absent
 #
 #   apiserver   kube-apiserver, etcd, kubectl
 #   helm        helm3, helm4
@@ -120,7 +121,12 @@ forget_old() {
   find "$cache" -mindepth 1 -maxdepth 1 -type d ! -name "$hash" -mtime +14 -exec rm -rf {} +
 }
 
-[ $# -gt 0 ] || die 2 "usage: build.sh GROUP... (apiserver, helm, kind)"
+only_find=
+if [ "${1:-}" = --find ]; then
+  only_find=yes
+  shift
+fi
+[ $# -gt 0 ] || die 2 "usage: build.sh [--find] GROUP... (apiserver, helm, kind)"
 wanted=()
 for group in "$@"; do
   members=$(programs_of "$group")
@@ -132,6 +138,7 @@ mkdir -p "$bin"
 touch "$home"
 mapfile -t todo < <(absent "${wanted[@]}")
 if [ ${#todo[@]} -gt 0 ]; then
+  [ -z "$only_find" ] || die 3 "not built: ${todo[*]}; e2e/tools/build.sh $* builds them"
   need_go "${todo[*]}"
   command -v flock >/dev/null || die 3 "flock is needed to build ${todo[*]} (package util-linux)"
   exec 9>"$home/lock"
