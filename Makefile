@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) UV_PYTHON=$(BIN)/python UV_PYTHON_DOWNLOADS=never \
 	UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-120} $(BIN)/uv sync --locked --inexact
 
-.PHONY: help serve test lint format docs crds sim sim-full bench install install-dev clean
+.PHONY: help serve test test-tools lint format docs crds sim sim-full bench install install-dev clean
 
 help: ## show this list
 	@echo "usage: make TARGET [PORT=$(PORT)] [PYTHON=$(PYTHON)]"
@@ -28,6 +28,9 @@ serve: install ## install, fetch the demo model, serve examples/smollm2.yaml on 
 
 test: install-dev ## install what the tests need, then run them (TESTS=path, ARGS="pytest options")
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+test-tools: ## build what tests on a Kubernetes API server need (kube-apiserver, etcd, kubectl, Helm) with Go, once
+	e2e/tools/build.sh apiserver helm
 
 lint: install-dev ## ruff, formatting, import layers, mypy strict
 	$(BIN)/ruff check .
