@@ -11,6 +11,7 @@ from tests.repo.sources import ROOT, packages
 
 # Libraries of the extras: what is installed without them must import without them.
 ROUTER_EXTRA = ("aiohttp", "uvloop", "zmq", "jinja2", "tokenizers", "prometheus_client")
+OPERATOR_EXTRA = ("kopf", "kubernetes", "aiohttp", "uvloop", "prometheus_client")
 RUNTIME_EXTRA = ("torch", "numpy", "safetensors", "gguf", "huggingface_hub", "tqdm", "transformers")
 
 PROGRAM = """
@@ -33,10 +34,16 @@ def import_all(names: str, blocked: tuple[str, ...]) -> None:
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-@pytest.mark.parametrize("name", ["kvferry_wire", "kvferry_operator"])
+@pytest.mark.parametrize("name", ["kvferry_wire", "kvferry_operator.api", "kvferry_operator.plan"])
 def test_contracts_manifest_and_plan_import_with_the_base_install(name: str) -> None:
-    """Neither the router's nor the engine's libraries are needed for them."""
-    import_all(name, ROUTER_EXTRA + RUNTIME_EXTRA)
+    """Neither the operator's, the router's nor the engine's libraries are needed for them."""
+    import_all(name, OPERATOR_EXTRA + ROUTER_EXTRA + RUNTIME_EXTRA)
+
+
+def test_the_operators_process_imports_without_router_and_engine() -> None:
+    """The operator's image holds neither."""
+    others = set(ROUTER_EXTRA + RUNTIME_EXTRA) - set(OPERATOR_EXTRA)
+    import_all("kvferry_operator", tuple(sorted(others)))
 
 
 def test_the_command_line_imports_with_the_base_install() -> None:

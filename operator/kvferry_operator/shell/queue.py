@@ -1,0 +1,175 @@
+"""Which service is looked at next. Pure: the time is an argument, nothing here waits.
+
+A key is waiting (it has a time when it is due), running, or running and changed meanwhile. The same key never runs
+twice at once and is never queued twice. A key that failed comes back after a back-off; what changes in between brings
+it forward, but not before ``backoff_first_s`` has passed. A key that runs all the time (somebody else keeps undoing
+what we write) is slowed down to one run per ``pace_s``. Keys that failed take at most half of the workers, so that
+the others never wait for them.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import msgspec
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in seconds."""
+
+    workers: int = 16
+    backoff_first_s: float = 0.5
+    backoff_most_s: float = 30.0
+    resync_s: float = 600.0  # a key that rests is looked at again, from memory
+    burst: int = 20  # runs of a key in a row before it is paced
+    pace_s: float = 1.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended."""
+
+    failed: bool = False  # come back with a back-off
+    after_s: float = 0.0  # failed: not before so many seconds, since the API server said so
+    again: bool = False  # more is to be done at once
+    gone: bool = False  # nothing is left to do for this key, ever
+
+
+class _Slot(msgspec.Struct, kw_only=True):
+    due: float | None = None  # waiting
+    running: bool = False
+    changed: bool = False  # while running
+    failures: int = 0
+    not_before: float = 0.0
+    tokens: float = 0.0
+    filled_at: float = 0.0
+    started_at: float = 0.0
+
+
+class WorkQueue(Generic[Key]):
+    """The queue. ``spread`` draws from [0, 1): back-offs and resyncs of many keys do not fall together."""
+
+    def __init__(self, limits: QueueLimits, spread: Callable[[], float]) -> None:
+        self._limits = limits
+        self._spread = spread
+        self._slots: dict[Key, _Slot] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._order = itertools.count()
+        self._running_failed = 0
+
+    def add(self, key: Key, now: float) -> None:
+        """Something about the key changed."""
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = _Slot(tokens=self._limits.burst, filled_at=now)
+        if slot.running:
+            slot.changed = True
+            return
+        self._wait(key, slot, max(now, slot.not_before))
+
+    def take(self, now: float) -> Key | None:
+        """The next key to run, if one is due and may run now."""
+        held: list[tuple[float, int, Key]] = []
+        found: Key | None = None
+        while self._heap and self._heap[0][0] <= now:
+            item = heapq.heappop(self._heap)
+            due, _, key = item
+            slot = self._slots.get(key)
+            if slot is None or slot.running or slot.due != due:
+                continue  # brought forward, or gone
+            if slot.failures and self._running_failed >= self._failed_cap():
+                held.append(item)
+                continue
+            found = key
+            self._start(slot, now)
+            break
+        for item in held:
+            heapq.heappush(self._heap, item)
+        return found
+
+    def done(self, key: Key, now: float, outcome: Outcome) -> None:
+        """A run of the key has ended. Raises ``KeyError`` for a key that does not run."""
+        slot = self._slots[key]
+        if not slot.running:
+            raise KeyError(key)
+        slot.running = False
+        self._running_failed -= 1 if slot.failures else 0
+        if outcome.gone and not slot.changed:
+            del self._slots[key]
+            return
+        slot.failures = slot.failures + 1 if outcome.failed else 0
+        changed, slot.changed = slot.changed or outcome.again, False
+        if outcome.failed:
+            self._back_off(key, slot, now, outcome.after_s, changed)
+            return
+        slot.not_before = now + self._paced(slot, now)
+        if changed:
+            self._wait(key, slot, slot.not_before)
+        else:
+            self._wait(key, slot, now + self._limits.resync_s * (0.8 + 0.4 * self._spread()))
+
+    def next_due(self) -> float | None:
+        """When the next key is due; a time that has passed means now, or as soon as a worker is free."""
+        while self._heap:
+            due, _, key = self._heap[0]
+            slot = self._slots.get(key)
+            if slot is not None and not slot.running and slot.due == due:
+                return due
+            heapq.heappop(self._heap)
+        return None
+
+    def longest_run(self, now: float) -> float:
+        """Seconds that the oldest running key has run for; 0 where none runs."""
+        return max((now - slot.started_at for slot in self._slots.values() if slot.running), default=0.0)
+
+    def waiting(self, now: float) -> int:
+        """Keys that are due."""
+        return sum(1 for slot in self._slots.values() if slot.due is not None and slot.due <= now)
+
+    def failing(self) -> int:
+        """Keys whose last run failed."""
+        return sum(1 for slot in self._slots.values() if slot.failures)
+
+    def running(self) -> int:
+        return sum(1 for slot in self._slots.values() if slot.running)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    # ---- inside
+
+    def _failed_cap(self) -> int:
+        return max(1, self._limits.workers // 2)
+
+    def _start(self, slot: _Slot, now: float) -> None:
+        slot.due, slot.running, slot.started_at = None, True, now
+        self._running_failed += 1 if slot.failures else 0
+        gained = max(0.0, now - slot.filled_at) / self._limits.pace_s
+        slot.tokens = min(float(self._limits.burst), slot.tokens + gained) - 1.0
+        slot.filled_at = now
+
+    def _paced(self, slot: _Slot, now: float) -> float:
+        """Seconds until the key may run again."""
+        return 0.0 if slot.tokens >= 1.0 else (1.0 - slot.tokens) * self._limits.pace_s - (now - slot.filled_at)
+
+    def _back_off(self, key: Key, slot: _Slot, now: float, after_s: float, changed: bool) -> None:
+        limits = self._limits
+        whole = min(limits.backoff_most_s, limits.backoff_first_s * 2.0 ** min(slot.failures - 1, 20))
+        delay = max(whole * (0.8 + 0.2 * self._spread()), after_s)
+        first = max(limits.backoff_first_s, after_s, self._paced(slot, now))
+        slot.not_before = now + first
+        self._wait(key, slot, slot.not_before if changed else max(slot.not_before, now + delay))
+
+    def _wait(self, key: Key, slot: _Slot, due: float) -> None:
+        if slot.due is None or due < slot.due:
+            slot.due = due
+            heapq.heappush(self._heap, (due, next(self._order), key))
+        if len(self._heap) > 4 * len(self._slots) + 64:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Drop what was brought forward: the heap stays in proportion to the keys."""
+        self._heap = [item for item in self._heap if (slot := self._slots.get(item[2])) and slot.due == item[0]]
+        heapq.heapify(self._heap)

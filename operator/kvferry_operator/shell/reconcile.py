@@ -1,0 +1,228 @@
+"""One pass over one service: see, decide, do, tell. Everything that it remembers can be lost at any time."""
+
+import secrets
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from kvferry_operator.plan.decide import NOTHING, Decision, decide, owner_of
+from kvferry_operator.plan.effects import Apply, ApplyFault, Create, Effect
+from kvferry_operator.plan.manifests.meta import FIELD_MANAGER, Object
+from kvferry_operator.plan.manifests.settings import ClusterSettings
+from kvferry_operator.plan.observed import Seen
+from kvferry_operator.plan.status import refused
+from kvferry_operator.shell.api import Api, ApiError
+from kvferry_operator.shell.cache import ObjectCache, Ref, ServiceKey, ref_of
+from kvferry_operator.shell.clock import Clock
+from kvferry_operator.shell.kinds import POD, ROLE, SECRET, SERVICE, kind_of
+from kvferry_operator.shell.perform import Performer, fault_of
+from kvferry_operator.shell.queue import Outcome
+from kvferry_operator.shell.recorder import Recorder
+from kvferry_service import logs
+from kvferry_wire.keys import KEY_BYTES, KEY_NAMES
+
+LOOKS = 3  # decisions of one pass that may find that more has to be looked up
+KEYS_AGAIN_S = 30.0  # between attempts to make a Secret that pods may wait for
+INTERNAL = "OperatorFailed"
+_log = logs.get_logger(__name__)
+
+
+class _Memory(msgspec.Struct, kw_only=True):
+    """What is remembered of a service between passes, to spare calls; never what a decision needs."""
+
+    uid: str
+    keys_at: float | None = None  # when its Secret was last made or found
+    faults: tuple[ApplyFault, ...] = ()
+
+
+class Reconciler:
+    """Passes over services. Not reentrant for one key; the queue sees to that."""
+
+    def __init__(
+        self,
+        *,
+        api: Api,
+        cache: ObjectCache,
+        settings: ClusterSettings,
+        recorder: Recorder,
+        clock: Clock,
+        stamp: Callable[[], str],
+    ) -> None:
+        self._api = api
+        self._cache = cache
+        self._settings = settings
+        self._recorder = recorder
+        self._clock = clock
+        self._stamp = stamp
+        self._performer = Performer(api, cache)
+        self._memory: dict[ServiceKey, _Memory] = {}
+
+    async def run(self, key: ServiceKey) -> Outcome:
+        """One pass.
+
+        Raises:
+            FencedError: leadership is lost; nothing may be written any more.
+        """
+        found = self._cache.service(key)
+        if found is None or found["metadata"].get("deletionTimestamp"):
+            self._memory.pop(key, None)
+            return Outcome(gone=found is None)
+        memory = self._remembered(key, found)
+        pass_ = _Pass(self, key, found, memory)
+        try:
+            return await pass_.run()
+        except ApiError as error:
+            _log.warning("a look failed", extra=logs.fields(service="/".join(key), reason=str(error)))
+            return Outcome(failed=True, after_s=error.retry_after_s)
+
+    def _remembered(self, key: ServiceKey, found: Object) -> _Memory:
+        uid = found["metadata"]["uid"]
+        memory = self._memory.get(key)
+        if memory is None or memory.uid != uid:
+            memory = self._memory[key] = _Memory(uid=uid)
+        return memory
+
+
+class _Pass:
+    """The state of one pass."""
+
+    def __init__(self, reconciler: Reconciler, key: ServiceKey, found: Object, memory: _Memory) -> None:
+        self._its = reconciler
+        self._key = key
+        self._found = found
+        self._memory = memory
+        self._looked: dict[Ref, Object | None] = {}  # what the watches do not show, by name
+        self._changed = False  # other faults than in the pass before
+
+    async def run(self) -> Outcome:
+        its = self._its
+        decision = await self._decided(self._keys())
+        failed, after_s = await self._perform(decision.effects)
+        again = False
+        if decision.effects or self._changed:
+            self._found = its._cache.service(self._key) or self._found
+            self._looked = {ref: seen for ref, seen in self._looked.items() if its._cache.uid(ref) is None}
+            decision = await self._decided(None)
+            again = not failed and bool(decision.effects)
+        untold = await self._tell(decision)
+        return Outcome(failed=failed or untold is not None, after_s=max(after_s, untold or 0.0), again=again)
+
+    async def _perform(self, effects: tuple[Effect, ...]) -> tuple[bool, float]:
+        """Do them in order; what is refused stops none but itself. Whether any failed, and how long to wait then."""
+        memory = self._memory
+        faults: list[ApplyFault] = []
+        failed, after_s = False, 0.0
+        for effect in effects:
+            try:
+                await self._its._performer.perform(effect)
+            except ApiError as error:
+                failed, after_s = True, max(after_s, error.retry_after_s)
+                if error.code != 409:  # somebody wrote at the same moment: nothing that people need to know
+                    faults.append(fault_of(effect, error))
+                if error.passing:
+                    break  # the next one would fare no better
+                continue
+            self._done(effect)
+        self._changed = memory.faults != tuple(faults)
+        memory.faults = tuple(faults)
+        return failed, after_s
+
+    # ---- see and decide
+
+    async def _decided(self, keys: Mapping[str, bytes] | None) -> Decision:
+        """Decide; where it wants to write an object that no watch shows, look whether it is there first."""
+        for _ in range(LOOKS):
+            decision = self._decision(keys)
+            unknown = [ref for effect in decision.effects if (ref := _wanted(effect)) and self._unseen(ref)]
+            if not unknown:
+                break
+            for ref in unknown:
+                self._looked[ref] = await self._its._api.get(kind_of(ref[0]), ref[1], ref[2])
+        return decision
+
+    def _unseen(self, ref: Ref) -> bool:
+        return ref not in self._looked and self._its._cache.uid(ref) is None
+
+    def _decision(self, keys: Mapping[str, bytes] | None) -> Decision:
+        its = self._its
+        related = its._cache.related(self._key)
+        extra = tuple(found for found in self._looked.values() if found is not None)
+        seen = Seen(
+            children=tuple(found for found in related if found["kind"] != POD.kind) + extra,
+            pods=tuple(found for found in related if found["kind"] == POD.kind),
+            faults=self._memory.faults,
+        )
+        try:
+            return decide(self._found, seen, its._settings, keys, its._stamp())
+        except Exception:  # noqa: BLE001 - one service that we cannot handle must not stop the others
+            _log.exception("the decision failed", extra=logs.fields(service="/".join(self._key)))
+            told = refused(
+                owner_of(self._found),
+                INTERNAL,
+                "the operator failed on this service; its log says how. What runs stays as it is",
+                self._found.get("status", {}),
+                its._stamp(),
+            )
+            return msgspec.structs.replace(NOTHING, status=told)
+
+    def _keys(self) -> dict[str, bytes] | None:
+        """New keys, where the Secret may have to be made: not made yet by this process, or pods wait for volumes."""
+        its, at = self._its, self._memory.keys_at
+        if at is not None:
+            waits = any(_waits(pod) for pod in its._cache.related(self._key) if pod["kind"] == POD.kind)
+            if not waits or its._clock() < at + KEYS_AGAIN_S:
+                return None
+        return {name: secrets.token_bytes(KEY_BYTES) for name in KEY_NAMES}
+
+    def _done(self, effect: Effect) -> None:
+        if isinstance(effect, Create) and effect.object["kind"] == SECRET.kind:
+            self._memory.keys_at = self._its._clock()
+
+    # ---- tell
+
+    async def _tell(self, decision: Decision) -> float | None:
+        """Write statuses where they changed. Returns how long to wait before the next try if one failed."""
+        its, metadata = self._its, self._found["metadata"]
+        failed: float | None = None
+        if decision.status is not None and decision.status != self._found.get("status", {}):
+            failed = await self._write_status(metadata, decision.status)
+            if failed is None:
+                its._recorder.record(self._found, decision.events)
+        for name, told in decision.role_statuses.items():
+            role = its._cache.get((ROLE.kind, metadata["namespace"], name))
+            if role is not None:
+                again = await self._write_status(role["metadata"], told, ROLE.kind)
+                failed = again if failed is None else max(failed, again or 0.0)
+        return failed
+
+    async def _write_status(self, metadata: Object, told: Object, kind: str = SERVICE.kind) -> float | None:
+        its = self._its
+        # The uid: a status is never written to another object of the same name.
+        body = {
+            "apiVersion": kind_of(kind).api_version,
+            "kind": kind,
+            "metadata": {name: metadata[name] for name in ("name", "namespace", "uid")},
+            "status": told,
+        }
+        try:
+            its._cache.put(await its._api.apply(kind_of(kind), body, FIELD_MANAGER, "status"))
+        except ApiError as error:
+            if error.code in (404, 409):
+                return None  # it is gone, or another object has its name: its events will tell
+            where = logs.fields(service="/".join(self._key), kind=kind, name=metadata["name"], reason=str(error))
+            _log.warning("a status was not written", extra=where)
+            return error.retry_after_s
+        return None
+
+
+def _wanted(effect: Effect) -> Ref | None:
+    """The object that an effect would make or take over; none for Secrets, which are never read."""
+    if isinstance(effect, Apply | Create) and effect.object["kind"] != SECRET.kind:
+        return ref_of(effect.object)
+    return None
+
+
+def _waits(pod: Object) -> bool:
+    """Whether a pod waits for its volumes."""
+    states = pod.get("status", {}).get("initContainerStatuses", []) + pod.get("status", {}).get("containerStatuses", [])
+    return any(state.get("state", {}).get("waiting", {}).get("reason") == "ContainerCreating" for state in states)

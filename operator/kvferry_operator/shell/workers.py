@@ -1,0 +1,96 @@
+"""Runs what the queue says: several keys at a time, each in one task, each pass with a deadline."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Generic
+
+from kvferry_operator.shell.api import FencedError
+from kvferry_operator.shell.clock import Clock
+from kvferry_operator.shell.queue import Key, Outcome, QueueLimits, WorkQueue
+from kvferry_service import logs
+
+PASS_S = 60.0  # of one pass over one key
+IDLE_S = 60.0  # longest sleep of a worker
+_log = logs.get_logger(__name__)
+
+
+class Workers(Generic[Key]):
+    """The queue with its workers."""
+
+    def __init__(
+        self,
+        run: Callable[[Key], Awaitable[Outcome]],
+        limits: QueueLimits,
+        clock: Clock,
+        observe: Callable[[float, bool], None] = lambda seconds, failed: None,
+        pass_s: float = PASS_S,
+    ) -> None:
+        self.queue: WorkQueue[Key] = WorkQueue(limits, random.random)
+        self._run = run
+        self._limits = limits
+        self._clock = clock
+        self._observe = observe
+        self._pass_s = pass_s
+        self._changed = asyncio.Event()
+        self._stopping = False
+
+    def add(self, key: Key) -> None:
+        """Look at a key soon."""
+        self.queue.add(key, self._clock())
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Work until ``stop``; returns when the running passes have ended.
+
+        Raises:
+            FencedError: leadership is lost.
+        """
+        async with asyncio.TaskGroup() as group:
+            running: set[asyncio.Task[None]] = set()
+            while not self._stopping:
+                while len(running) < self._limits.workers and (key := self.queue.take(self._clock())) is not None:
+                    task = group.create_task(self._pass(key), name=f"pass {key}")
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+                await self._wait(free=len(running) < self._limits.workers)
+
+    def stop(self) -> None:
+        """Take nothing new."""
+        self._stopping = True
+        self._changed.set()
+
+    def stuck_s(self) -> float:
+        """For how long the oldest running pass is beyond its deadline; 0 where none is."""
+        return max(0.0, self.queue.longest_run(self._clock()) - self._pass_s)
+
+    async def _wait(self, free: bool) -> None:
+        """Until something may be taken: a key is due, was added, or a pass has ended."""
+        due = self.queue.next_due() if free else None
+        now = self._clock()
+        # A key that is due and was not taken waits for one that failed before it: its end wakes us.
+        delay = IDLE_S if due is None or due <= now else min(IDLE_S, due - now)
+        try:
+            async with asyncio.timeout(delay):
+                await self._changed.wait()
+        except TimeoutError:
+            pass  # the key that was waited for is due
+        self._changed.clear()
+
+    async def _pass(self, key: Key) -> None:
+        begun = self._clock()
+        outcome = Outcome(failed=True)
+        try:
+            async with asyncio.timeout(self._pass_s):
+                outcome = await self._run(key)
+        except TimeoutError:
+            _log.error("a pass took too long", extra=logs.fields(key=key, seconds=self._pass_s))
+        except FencedError:
+            raise
+        except Exception:  # noqa: BLE001 - one key must not stop the others
+            _log.exception("a pass failed", extra=logs.fields(key=key))
+        finally:
+            now = self._clock()
+            self.queue.done(key, now, outcome)
+            self._observe(now - begun, outcome.failed)
+            self._changed.set()
