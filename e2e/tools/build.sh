@@ -15,7 +15,7 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 
 LOCK_WAIT_S=3600 # another caller's build of everything on a slow machine
-GO_WANTED=1.26
+GO_WANTED=1.26.6 # the newest that a module asks for
 
 say() { echo "tools: $*" >&2; }
 die() { say "$2"; exit "$1"; }

@@ -1,6 +1,6 @@
 module kvferry.dev/e2e/containerd
 
-go 1.26.0
+go 1.26.3
 
 tool (
 	github.com/containerd/containerd/v2/cmd/containerd

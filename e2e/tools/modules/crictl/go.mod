@@ -1,6 +1,6 @@
 module kvferry.dev/e2e/crictl
 
-go 1.26.0
+go 1.26.6
 
 tool sigs.k8s.io/cri-tools/cmd/crictl
 
