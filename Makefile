@@ -12,16 +12,18 @@ MANIFEST ?= examples/smollm2.yaml
 TESTS ?= tests
 ARGS ?=
 SEEDS ?= 500
+NODES ?= 2
 
 BIN := $(VENV)/bin
 SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) UV_PYTHON=$(BIN)/python UV_PYTHON_DOWNLOADS=never \
 	UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-120} $(BIN)/uv sync --locked --inexact
 
-.PHONY: help serve test test-tools lint format docs crds sim sim-full bench install install-dev clean
+.PHONY: help serve test test-tools lint format docs crds sim sim-full bench \
+	cluster-up cluster-env cluster-load cluster-down e2e e2e-full install install-dev clean
 
 help: ## show this list
 	@echo "usage: make TARGET [PORT=$(PORT)] [PYTHON=$(PYTHON)]"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 serve: install ## install, fetch the demo model, serve examples/smollm2.yaml on 127.0.0.1:PORT; Ctrl-C stops all
 	@exec $(BIN)/kvferry up $(MANIFEST) --port $(PORT)
@@ -31,6 +33,24 @@ test: install-dev ## install what the tests need, then run them (TESTS=path, ARG
 
 test-tools: ## build what tests on a Kubernetes API server need (kube-apiserver, etcd, kubectl, Helm) with Go, once
 	e2e/tools/build.sh apiserver helm
+
+cluster-up: install-dev ## make a kind cluster of NODES nodes with our images; needs Docker, or root on Debian (e2e/README.md)
+	@PYTHON=$(BIN)/python e2e/cluster/cluster.sh up $(NODES)
+
+cluster-env: ## print what a shell needs for that cluster, to be evaluated
+	@e2e/cluster/cluster.sh env
+
+cluster-load: install-dev ## make our images anew and load them into that cluster
+	@PYTHON=$(BIN)/python e2e/cluster/cluster.sh load
+
+cluster-down: ## delete that cluster
+	@e2e/cluster/cluster.sh down
+
+e2e: install-dev ## test on that cluster, or on one made for the run, or on KUBECONFIG's (ARGS="pytest options")
+	@PYTHON=$(BIN)/python NODES=$(NODES) e2e/run.sh -m "not full" $(ARGS)
+
+e2e-full: install-dev ## the same, and faults of pods, nodes and the API server
+	@PYTHON=$(BIN)/python NODES=$(NODES) e2e/run.sh $(ARGS)
 
 lint: install-dev ## ruff, formatting, import layers, mypy strict
 	$(BIN)/ruff check .

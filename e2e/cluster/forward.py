@@ -3,8 +3,8 @@
 
     forward.py NETNS PORT      until SIGTERM; NETNS is a path such as /run/netns/NAME
 
-Clusters on the private Docker live in a network namespace. With this, kubectl and its port-forwards work outside, and nothing
-of the machine's network is changed: this is an ordinary process that listens on 127.0.0.1.
+Clusters on the private Docker live in a network namespace. With this, kubectl and its port-forwards work outside, and
+nothing of the machine's network is changed: this is an ordinary process that listens on 127.0.0.1.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     listener = socket.create_server(("127.0.0.1", int(port)))
     os.set_inheritable(listener.fileno(), True)
     inside = [sys.executable, os.path.realpath(__file__), "--bound", str(listener.fileno()), port]
-    os.execvp("nsenter", ["nsenter", f"--net={namespace}", *inside])  # noqa: S606, S607 - util-linux, wherever it lies
+    os.execvp("nsenter", ["nsenter", f"--net={namespace}", *inside])
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 
     image_archive.py OUT.tar [--tag NAME:TAG]... [--entrypoint A,B] [--env K=V]... [--user UID] LAYER...
 
-Every LAYER is a folder that becomes one layer. Owners are root and times are zero, so that equal folders make equal layers,
-which a store keeps once.
+Every LAYER is a folder that becomes one layer. Owners are root and times are zero, so that equal folders make equal
+layers, which a store keeps once.
 """
 
 import argparse

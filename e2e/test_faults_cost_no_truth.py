@@ -1,0 +1,174 @@
+"""A running service under faults of pods, nodes and the API server: it goes on, or says honestly that it cannot.
+
+The tests share one service with two decode pods.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from e2e.harness.asking import Answer, ask, traffic
+from e2e.harness.kubectl import Kubectl, Object
+from e2e.harness.nodes import Nodes
+from e2e.harness.service import TRUTH_S, Service
+from e2e.harness.waiting import wait_for
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+API_AWAY_S = 120.0
+# Stops the engine process of a pod; its API server is the container's first process.
+STOP_ENGINE = """
+import os, pathlib, signal
+for folder in pathlib.Path("/proc").iterdir():
+    if folder.name.isdigit() and b"kvferry_runtime.engine.process" in (folder / "cmdline").read_bytes():
+        os.kill(int(folder.name), signal.SIGSTOP)
+        print(folder.name)
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(kubectl: Kubectl) -> Iterator[Service]:
+    """One service for all tests of this file."""
+    made = Service(kubectl, "steady")
+    made.apply(decode={"replicas": 2})
+    try:
+        made.wait_ready(300)
+        yield made
+    finally:
+        made.delete()
+
+
+@pytest.fixture
+def running(whole: Service) -> Service:
+    """The service, ready again however the test before left it."""
+    whole.wait_ready(300)
+    return whole
+
+
+def restarts(service: Service) -> dict[str, int]:
+    """Of each pod of the service."""
+    pods = [pod for role in ("prefill", "decode", "router") for pod in service.pods(role)]
+    return {
+        pod["metadata"]["name"]: sum(each["restartCount"] for each in pod["status"]["containerStatuses"])
+        for pod in pods
+    }
+
+
+def inside(service: Service) -> str:
+    """The endpoint by its address, for clients on a node."""
+    address = (service.kubectl.get("service", f"{service.name}-router") or {})["spec"]["clusterIP"]
+    return f"http://{address}:8000/v1"
+
+
+@pytest.mark.restarts_operator
+def test_serving_goes_on_without_the_api_server(running: Service, nodes: Nodes) -> None:
+    """Two minutes without an API server: every answer is whole, no pod is started again, and all is well after."""
+    url, before = inside(running), restarts(running)
+    waited = threading.Event()
+    with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
+        with nodes.api_server_away():
+            waited.wait(API_AWAY_S)
+        asked = len(clients.answers)
+    assert not clients.failures()
+    assert asked > 10
+    running.wait_ready(60)
+    assert restarts(running) == before
+
+
+def test_a_restart_of_the_kubelet_goes_unnoticed(running: Service, nodes: Nodes, hostnames: list[str]) -> None:
+    """The kubelet of every node is restarted: pods and answers go on."""
+    url, before = inside(running), restarts(running)
+    with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
+        for node in hostnames:
+            nodes.restart_kubelet(node)
+            wait_for(
+                lambda node=node: nodes.succeeds(node, "systemctl", "is-active", "kubelet"),
+                f"the kubelet of {node}",
+                60,
+            )
+        seen = len(clients.answers)
+        wait_for(lambda: len(clients.answers) >= seen + 6, "six more answers", 120)
+    assert not clients.failures()
+    running.wait_ready(60)
+    assert restarts(running) == before
+
+
+def test_a_killed_decode_pod_ends_its_stream_honestly(running: Service, nodes: Nodes) -> None:
+    """SIGKILL in the middle of a stream: the answer goes on whole, or ends in an explicit error that is counted."""
+    with running.address() as address:
+        expected = ask(address, max_tokens=160)
+        assert expected.whole, expected.told()
+        router = running.pods("router")[0]["metadata"]["name"]
+        before = running.metrics(router)
+        answer = _ask_and(address, lambda: _kill_busy(running, nodes))
+        counted = running.metrics(router)
+    if answer.whole:
+        assert answer.text == expected.text
+    else:
+        assert answer.error, answer.told()
+        assert not answer.done
+        assert expected.text.startswith(answer.text)
+        assert _failed(counted) == _failed(before) + 1
+    wait_for(lambda: sum(restarts(running).values()) >= 1, "the kubelet to start the container again", 60)
+    running.wait_ready(120)
+    assert len(running.pods("decode")) == 2
+
+
+def test_a_killed_prefill_pod_costs_no_answer(running: Service, nodes: Nodes) -> None:
+    """SIGKILL of the only prefill pod: decode pods compute prompts meanwhile."""
+    url = inside(running)
+    with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
+        wait_for(lambda: len(clients.answers) > 1, "answers", 60)
+        nodes.kill_container(running.pods("prefill")[0], "prefill")
+        running.wait_ready(120)
+    assert not clients.failures()
+
+
+def test_a_wedged_engine_is_told_and_mended(running: Service) -> None:
+    """An engine that is alive but silent: its pod says that it is not ready, others serve, and it mends itself."""
+    pod = running.pods("decode")[0]["metadata"]["name"]
+    assert running.kubectl.python(pod, STOP_ENGINE).split()
+    said = wait_for(
+        lambda: pod in running.condition("DecodeReady").get("message", "") and running.condition("DecodeReady"),
+        f"the status to tell of {pod}",
+        TRUTH_S,
+        running.told,
+    )
+    assert said["reason"] == "SomeReady"
+    with running.address() as address:
+        answer = ask(address, max_tokens=8)
+    assert answer.whole, answer.told()
+    running.wait_ready(120)
+    assert restarts(running)[pod] == 0, "the pod starts its engine again by itself"
+
+
+def _ask_and(address: str, act: Callable[[], None]) -> Answer:
+    """Ask, and do something once the answer has begun."""
+    done = threading.Event()
+
+    def on_token(pieces: int) -> None:
+        if pieces >= 8 and not done.is_set():
+            done.set()
+            act()
+
+    return ask(address, max_tokens=160, on_token=on_token)
+
+
+def _kill_busy(service: Service, nodes: Nodes) -> None:
+    """Kill the decode pod that writes the one answer under way."""
+    busy: list[Object] = []
+    for pod in service.pods("decode"):
+        if service.metrics(pod["metadata"]["name"]).get("kvferry:legs", 0) > 0:
+            busy.append(pod)
+    assert len(busy) == 1, "one decode pod writes the answer"
+    nodes.kill_container(busy[0], "decode")
+
+
+def _failed(metrics: dict[str, float]) -> float:
+    """Requests that the router counted as anything but answered."""
+    return sum(
+        value
+        for name, value in metrics.items()
+        if name.startswith("kvferry:router_requests_total{") and 'outcome="ok"' not in name
+    )
