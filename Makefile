@@ -18,8 +18,8 @@ BIN := $(VENV)/bin
 SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) UV_PYTHON=$(BIN)/python UV_PYTHON_DOWNLOADS=never \
 	UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-120} $(BIN)/uv sync --locked --inexact
 
-.PHONY: help serve test test-tools lint format docs crds sim sim-full bench \
-	cluster-up cluster-env cluster-load cluster-down e2e e2e-full install install-dev clean
+.PHONY: help serve test test-tools lint format docs crds sim sim-full bench install install-dev clean
+.PHONY: cluster-up cluster-env cluster-load cluster-down e2e e2e-full
 
 help: ## show this list
 	@echo "usage: make TARGET [PORT=$(PORT)] [PYTHON=$(PYTHON)]"
