@@ -29,13 +29,22 @@ class ApiError(Exception):
         code: HTTP status; 0 where there was no answer. The change may have been made then.
         message: the server's words.
         retry_after_s: how long the server asks to wait; 0 where it does not.
+        away: no connection to the server.
     """
 
-    def __init__(self, code: int, message: str, retry_after_s: float = 0.0) -> None:
+    def __init__(self, code: int, message: str, *, retry_after_s: float = 0.0, away: bool = False) -> None:
         super().__init__(f"{code}: {message}" if code else message)
         self.code = code
         self.message = message
         self.retry_after_s = retry_after_s
+        self.away = away
+
+    @property
+    def pause_s(self) -> float:
+        """For how long nothing should be asked of the server: it is busy, or away."""
+        if self.code == 429:
+            return max(1.0, self.retry_after_s)
+        return max(self.retry_after_s, 1.0 if self.away else 0.0)
 
     @property
     def passing(self) -> bool:
@@ -162,7 +171,7 @@ class KubeApi:
         except TimeoutError:
             raise ApiError(0, f"no answer within {timeout_s:.1f} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ApiError(0, f"{type(error).__name__}: {error}"[:MESSAGE_CHARS]) from None
+            raise ApiError(0, f"{type(error).__name__}: {error}"[:MESSAGE_CHARS], away=True) from None
         finally:
             self._observe(method, "" if kind is None else kind.kind, code)
         return _decoded(code, content_bytes, answer.headers.get("Retry-After", ""))
@@ -190,7 +199,7 @@ def _decoded(code: int, content: bytes, retry_after: str) -> Object:
     if not 200 <= code < 300:
         told = found.get("message", "") if isinstance(found, dict) else ""
         message = str(told) or content[:200].decode("utf-8", "replace").strip() or f"status {code}"
-        raise ApiError(code, message[:MESSAGE_CHARS], _seconds(found, retry_after))
+        raise ApiError(code, message[:MESSAGE_CHARS], retry_after_s=_seconds(found, retry_after))
     if not isinstance(found, dict):
         raise ApiError(0, f"status {code} with an answer that is no object")
     return found

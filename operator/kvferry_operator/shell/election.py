@@ -24,6 +24,10 @@ class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     renew_deadline_s: float = 10.0  # the holder stops when it could not renew for so long
     retry_s: float = 2.0  # between renewals, and between looks of those who wait
 
+    def __post_init__(self) -> None:
+        if not 0 < self.retry_s < self.renew_deadline_s < self.duration_s:
+            raise ValueError(f"Lease times: 0 < retry < renew deadline < duration is needed; got {self}")
+
 
 class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What of a Lease decides. ``version`` is empty for one that does not exist."""

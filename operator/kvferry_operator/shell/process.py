@@ -123,8 +123,9 @@ class Operator:
         if self._watch_ended.done():
             _log.error("the watches died", extra=logs.fields(reason=repr(self._watch_ended.result())))
             return LOST
-        if keeping.done():
-            _log.error("leadership lost", extra=logs.fields(why=keeping.result()))
+        if keeping.done() or self.workers.fenced:
+            why = keeping.result() if keeping.done() else "a write came after the Lease's time"
+            _log.error("leadership lost", extra=logs.fields(why=why))
             return LOST
         for task in work:
             if task.done():

@@ -5,6 +5,9 @@ twice at once and is never queued twice. A key that failed comes back after a ba
 it forward, but not before ``backoff_first_s`` has passed. A key that runs all the time (somebody else keeps undoing
 what we write) is slowed down to one run per ``pace_s``. Keys that failed take at most half of the workers, so that
 the others never wait for them.
+
+Where the API server asks for a pause, or cannot be reached, all keys pause; after it only few run at once until one
+has succeeded.
 """
 
 import heapq
@@ -15,6 +18,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 Key = TypeVar("Key", bound=Hashable)
+WARY_RUNS = 2
 
 
 class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +36,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended."""
 
     failed: bool = False  # come back with a back-off
-    after_s: float = 0.0  # failed: not before so many seconds, since the API server said so
+    pause_s: float = 0.0  # failed: nothing is to run for so many seconds; the API server is busy or away
     again: bool = False  # more is to be done at once
     gone: bool = False  # nothing is left to do for this key, ever
 
@@ -57,7 +61,10 @@ class WorkQueue(Generic[Key]):
         self._slots: dict[Key, _Slot] = {}
         self._heap: list[tuple[float, int, Key]] = []
         self._order = itertools.count()
+        self._running = 0
         self._running_failed = 0
+        self._paused_until = 0.0
+        self._wary = False  # since the last pause nothing has succeeded
 
     def add(self, key: Key, now: float) -> None:
         """Something about the key changed."""
@@ -71,6 +78,8 @@ class WorkQueue(Generic[Key]):
 
     def take(self, now: float) -> Key | None:
         """The next key to run, if one is due and may run now."""
+        if now < self._paused_until or (self._wary and self._running >= WARY_RUNS):
+            return None
         held: list[tuple[float, int, Key]] = []
         found: Key | None = None
         while self._heap and self._heap[0][0] <= now:
@@ -95,14 +104,19 @@ class WorkQueue(Generic[Key]):
         if not slot.running:
             raise KeyError(key)
         slot.running = False
+        self._running -= 1
         self._running_failed -= 1 if slot.failures else 0
+        if outcome.pause_s > 0:
+            self._paused_until, self._wary = max(self._paused_until, now + outcome.pause_s), True
+        elif not outcome.failed:
+            self._wary = False
         if outcome.gone and not slot.changed:
             del self._slots[key]
             return
         slot.failures = slot.failures + 1 if outcome.failed else 0
         changed, slot.changed = slot.changed or outcome.again, False
         if outcome.failed:
-            self._back_off(key, slot, now, outcome.after_s, changed)
+            self._back_off(key, slot, now, changed)
             return
         slot.not_before = now + self._paced(slot, now)
         if changed:
@@ -111,12 +125,12 @@ class WorkQueue(Generic[Key]):
             self._wait(key, slot, now + self._limits.resync_s * (0.8 + 0.4 * self._spread()))
 
     def next_due(self) -> float | None:
-        """When the next key is due; a time that has passed means now, or as soon as a worker is free."""
+        """When the next key is due; a time that has passed means as soon as a running one has ended."""
         while self._heap:
             due, _, key = self._heap[0]
             slot = self._slots.get(key)
             if slot is not None and not slot.running and slot.due == due:
-                return due
+                return max(due, self._paused_until)
             heapq.heappop(self._heap)
         return None
 
@@ -133,7 +147,8 @@ class WorkQueue(Generic[Key]):
         return sum(1 for slot in self._slots.values() if slot.failures)
 
     def running(self) -> int:
-        return sum(1 for slot in self._slots.values() if slot.running)
+        """Keys that run now."""
+        return self._running
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -145,6 +160,7 @@ class WorkQueue(Generic[Key]):
 
     def _start(self, slot: _Slot, now: float) -> None:
         slot.due, slot.running, slot.started_at = None, True, now
+        self._running += 1
         self._running_failed += 1 if slot.failures else 0
         gained = max(0.0, now - slot.filled_at) / self._limits.pace_s
         slot.tokens = min(float(self._limits.burst), slot.tokens + gained) - 1.0
@@ -154,11 +170,11 @@ class WorkQueue(Generic[Key]):
         """Seconds until the key may run again."""
         return 0.0 if slot.tokens >= 1.0 else (1.0 - slot.tokens) * self._limits.pace_s - (now - slot.filled_at)
 
-    def _back_off(self, key: Key, slot: _Slot, now: float, after_s: float, changed: bool) -> None:
+    def _back_off(self, key: Key, slot: _Slot, now: float, changed: bool) -> None:
         limits = self._limits
         whole = min(limits.backoff_most_s, limits.backoff_first_s * 2.0 ** min(slot.failures - 1, 20))
-        delay = max(whole * (0.8 + 0.2 * self._spread()), after_s)
-        first = max(limits.backoff_first_s, after_s, self._paced(slot, now))
+        delay = whole * (0.8 + 0.2 * self._spread())
+        first = max(limits.backoff_first_s, self._paced(slot, now))
         slot.not_before = now + first
         self._wait(key, slot, slot.not_before if changed else max(slot.not_before, now + delay))
 

@@ -73,7 +73,7 @@ class Reconciler:
             return await pass_.run()
         except ApiError as error:
             _log.warning("a look failed", extra=logs.fields(service="/".join(key), reason=str(error)))
-            return Outcome(failed=True, after_s=error.retry_after_s)
+            return Outcome(failed=True, pause_s=error.pause_s)
 
     def _remembered(self, key: ServiceKey, found: Object) -> _Memory:
         uid = found["metadata"]["uid"]
@@ -97,7 +97,7 @@ class _Pass:
     async def run(self) -> Outcome:
         its = self._its
         decision = await self._decided(self._keys())
-        failed, after_s = await self._perform(decision.effects)
+        failed, pause_s = await self._perform(decision.effects)
         again = False
         if decision.effects or self._changed:
             self._found = its._cache.service(self._key) or self._found
@@ -105,18 +105,18 @@ class _Pass:
             decision = await self._decided(None)
             again = not failed and bool(decision.effects)
         untold = await self._tell(decision)
-        return Outcome(failed=failed or untold is not None, after_s=max(after_s, untold or 0.0), again=again)
+        return Outcome(failed=failed or untold is not None, pause_s=max(pause_s, untold or 0.0), again=again)
 
     async def _perform(self, effects: tuple[Effect, ...]) -> tuple[bool, float]:
-        """Do them in order; what is refused stops none but itself. Whether any failed, and how long to wait then."""
+        """Do them in order; a refusal stops no other. Whether any failed, and for how long all must pause then."""
         memory = self._memory
         faults: list[ApplyFault] = []
-        failed, after_s = False, 0.0
+        failed, pause_s = False, 0.0
         for effect in effects:
             try:
                 await self._its._performer.perform(effect)
             except ApiError as error:
-                failed, after_s = True, max(after_s, error.retry_after_s)
+                failed, pause_s = True, max(pause_s, error.pause_s)
                 if error.code != 409:  # somebody wrote at the same moment: nothing that people need to know
                     faults.append(fault_of(effect, error))
                 if error.passing:
@@ -125,7 +125,7 @@ class _Pass:
             self._done(effect)
         self._changed = memory.faults != tuple(faults)
         memory.faults = tuple(faults)
-        return failed, after_s
+        return failed, pause_s
 
     # ---- see and decide
 
@@ -181,7 +181,7 @@ class _Pass:
     # ---- tell
 
     async def _tell(self, decision: Decision) -> float | None:
-        """Write statuses where they changed. Returns how long to wait before the next try if one failed."""
+        """Write statuses where they changed. Returns for how long all must pause if one failed."""
         its, metadata = self._its, self._found["metadata"]
         failed: float | None = None
         if decision.status is not None and decision.status != self._found.get("status", {}):
@@ -211,7 +211,7 @@ class _Pass:
                 return None  # it is gone, or another object has its name: its events will tell
             where = logs.fields(service="/".join(self._key), kind=kind, name=metadata["name"], reason=str(error))
             _log.warning("a status was not written", extra=where)
-            return error.retry_after_s
+            return error.pause_s
         return None
 
 

@@ -34,6 +34,7 @@ class Workers(Generic[Key]):
         self._pass_s = pass_s
         self._changed = asyncio.Event()
         self._stopping = False
+        self.fenced = False  # a pass found that this process may not write any more
 
     def add(self, key: Key) -> None:
         """Look at a key soon."""
@@ -41,11 +42,7 @@ class Workers(Generic[Key]):
         self._changed.set()
 
     async def run(self) -> None:
-        """Work until ``stop``; returns when the running passes have ended.
-
-        Raises:
-            FencedError: leadership is lost.
-        """
+        """Work until ``stop`` or until leadership is lost; returns when the running passes have ended."""
         async with asyncio.TaskGroup() as group:
             running: set[asyncio.Task[None]] = set()
             while not self._stopping:
@@ -86,7 +83,8 @@ class Workers(Generic[Key]):
         except TimeoutError:
             _log.error("a pass took too long", extra=logs.fields(key=key, seconds=self._pass_s))
         except FencedError:
-            raise
+            self.fenced = True
+            self.stop()
         except Exception:  # noqa: BLE001 - one key must not stop the others
             _log.exception("a pass failed", extra=logs.fields(key=key))
         finally:
