@@ -18,10 +18,15 @@ class Bad(msgspec.Struct, frozen=True, kw_only=True):
     field: str  # the field at fault, as both name it
     words: str
     api: str | None = None  # None: the same words
+    api_at: str | None = None  # None: the same field
     only: Literal["both", "cluster", "machine"] = "both"
 
     def manifest(self) -> dict[str, Any]:
         return make_manifest(**self.changes)
+
+    @property
+    def api_field(self) -> str:
+        return self.field if self.api_at is None else self.api_at
 
     @property
     def api_words(self) -> str:
@@ -135,7 +140,7 @@ RULES: tuple[Bad, ...] = (
     ),
     _bad(
         "spec.decode.engine.tokenBudget",
-        "got 4; accepts at least maxRunning (8)",
+        "accepts at least maxRunning",
         spec__decode__engine={"tokenBudget": 4, "maxRunning": 8},
     ),
     _bad("spec.router.apiKeys", "missing; auth apiKeys (the default) needs it", spec__router={"port": 8000}),
@@ -164,12 +169,12 @@ RULES: tuple[Bad, ...] = (
     _bad("spec.transfer.backend", "nixl is not built yet; accepts auto or tcp", spec__transfer={"backend": "nixl"}),
     _bad(
         "spec.prefill.engine.blockSize",
-        "32 for prefill, the engine's default for decode; they must be equal to ferry KV",
+        "must be equal for prefill and decode to ferry KV",
         spec__prefill__engine={"blockSize": 32},
     ),
     _bad(
         "spec.prefill.engine.dtype",
-        "auto for prefill, float32 for decode; they must be equal to ferry KV",
+        "must be equal for prefill and decode to ferry KV",
         spec__decode__engine={"dtype": "float32"},
     ),
     _bad(

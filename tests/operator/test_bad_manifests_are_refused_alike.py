@@ -59,10 +59,7 @@ def says(rule: dict[str, Any]) -> re.Pattern[str]:
     """A pattern of what a rule says: its literals, with anything where it tells a value."""
     if "messageExpression" not in rule:
         return re.compile(re.escape(rule["message"]))
-    text = re.sub(
-        r"\([^()]*(?:\([^()]*\)[^()]*)* \? [^:]* : [^()]*(?:\([^()]*\)[^()]*)*\)", "VALUE", rule["messageExpression"]
-    )
-    parts = [LITERAL.fullmatch(part.strip()) for part in re.split(r" \+ (?=')|(?<=') \+ ", text)]
+    parts = [LITERAL.fullmatch(part) for part in rule["messageExpression"].split(" + ")]
     return re.compile("".join(".*" if part is None else re.escape(part[1].replace("\\'", "'")) for part in parts))
 
 
@@ -75,7 +72,8 @@ def test_the_schema_has_the_rule_in_the_same_words(bad: Bad) -> None:
     with pytest.raises(ManifestError) as caught:
         load_manifest(yaml.safe_dump(bad.manifest()), "f.yaml")
     text = caught.value.faults[0].text
-    assert any(says(rule).fullmatch(text) for rule in rules_at(bad.field)), (text, list(rules_at(bad.field)))
+    found = [said[0] for rule in rules_at(bad.field) if (said := says(rule).search(text))]
+    assert any(bad.words in said for said in found), (text, list(rules_at(bad.field)))
 
 
 def test_every_rule_of_the_manifest_has_a_bad_manifest() -> None:

@@ -82,8 +82,8 @@ def test_every_fault_is_reported_in_one_go_in_the_order_of_lines() -> None:
         ({"spec__engine": {"tokenBudget": 4, "maxRunning": 8}}, "tokenBudget: got 4; accepts at least maxRunning (8)"),
         ({"spec__transfer": {"backend": "mooncake"}}, "spec.transfer.backend: mooncake is not built yet"),
         ({"spec__transfer": {"failurePolicy": "fail"}}, 'got "fail" (string); accepts recompute'),
-        ({"spec__prefill__engine": {"blockSize": 32}}, "32 for prefill, the engine's default for decode; they must be"),
-        ({"spec__prefill__engine": {"dtype": "float32"}}, "prefill.engine.dtype: float32 for prefill, auto for decode"),
+        ({"spec__prefill__engine": {"blockSize": 32}}, "to ferry KV; got 32 and the engine's default"),
+        ({"spec__prefill__engine": {"dtype": "float32"}}, "prefill.engine.dtype: must be equal for prefill and decode"),
         (
             {"spec__prefill__nodeSelector": {"a b": "c"}},
             'spec.prefill.nodeSelector: bad key "a b" (string); accepts a label key',

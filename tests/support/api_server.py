@@ -171,11 +171,15 @@ class ApiServer:
             self.client.apply(wanted, manager)
 
     def await_kinds(self, api_version: str, *kinds: str) -> None:
-        """Wait until kinds are served: a CRD is some moments after it was applied."""
+        """Wait until kinds are served: a CRD is some moments after it was applied, and its storage some more."""
 
         def served() -> bool:
             status, body = self.client.request("GET", f"/apis/{api_version}")
-            return status == 200 and {found["kind"] for found in json.loads(body)["resources"]}.issuperset(kinds)
+            found = json.loads(body)["resources"] if status == 200 else []
+            plurals = {one["kind"]: one["name"] for one in found if "/" not in one["name"]}
+            return plurals.keys() >= set(kinds) and all(
+                self.client.request("GET", f"/apis/{api_version}/{plurals[kind]}")[0] == 200 for kind in kinds
+            )
 
         wait_for(served, f"{api_version} to serve {', '.join(kinds)}")
 

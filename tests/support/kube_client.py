@@ -14,7 +14,8 @@ Object = dict[str, Any]
 
 JSON = "application/json"
 MERGE = "application/merge-patch+json"
-APPLY = "application/apply-patch+yaml"  # YAML holds JSON
+# YAML holds JSON, but not its escapes of characters in two halves: these are sent as they are.
+APPLY = "application/apply-patch+yaml"
 TIMEOUT_S = 30.0
 
 
@@ -42,10 +43,10 @@ class KubeClient:
     def request(
         self, method: str, path: str, body: Any = None, *, content_type: str = JSON, **query: str
     ) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises ``OSError`` where no server answers."""
+        """Status and body of the answer; bytes are sent as they are. Raises ``OSError`` where no server answers."""
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": content_type, "Accept": JSON}
         url = f"{path}?{urlencode(query)}" if query else path
-        data = None if body is None else json.dumps(body).encode()
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
         connection = http.client.HTTPSConnection(self._host, context=self._ssl, timeout=TIMEOUT_S)
         try:
             connection.request(method, url, data, headers)

@@ -4,6 +4,7 @@ References are inlined; ``null`` arms and their defaults go; helper keywords (``
 become CEL rules that answer in the words of the local loader. What has no structural form is an error here.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,7 +96,9 @@ class _Converter:
         if isinstance(schema.get("default"), Mapping):
             if required:
                 raise SchemaError(f"{place}: a default without the required fields {required}")
-            out["default"] = {}  # the fields' own defaults fill it
+            # Written out: the server judges a default by the rules of the object before it fills in the fields' own.
+            fields = {name: inner["default"] for name, inner in out["properties"].items() if "default" in inner}
+            out["default"] = copy.deepcopy(fields)
         if rules := rules_of(type_name):
             out[VALIDATIONS] = [_validation(rule) for rule in rules]
         return out

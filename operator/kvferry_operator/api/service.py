@@ -208,7 +208,7 @@ class InferenceServiceSpec(ManifestModel):
                 ("dtype", prefill.dtype or "auto", decode.dtype or "auto"),
             ):
                 if ours != theirs:
-                    told = f"{_shown(ours)} for prefill, {_shown(theirs)} for decode; they must be equal to ferry KV"
+                    told = f"must be equal for prefill and decode to ferry KV; got {_shown(ours)} and {_shown(theirs)}"
                     broken.append((f"prefill.engine.{field}", told))
         if self.router.disaggregation.mode == "always" and self.prefill_replicas == 0:
             broken.append(("router.disaggregation.mode", "always needs a prefill pool; spec.prefill.replicas is 0"))
