@@ -5,19 +5,25 @@ import os
 import random
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
 from kvferry_router.app import RouterApp
 from kvferry_router.config import ConfigError, RouterConfig, parse_config
-from kvferry_router.discovery.static import PodsFile
+from kvferry_router.discovery.api_server import AccessError, ApiServer, in_cluster
+from kvferry_router.discovery.cluster import ClusterPods
+from kvferry_router.discovery.endpoints import Discovery
+from kvferry_router.discovery.static import FilePods, PodsFile
 from kvferry_router.discovery.watch import PodWatch
+from kvferry_router.given import IdBudget
+from kvferry_router.key_source import ApiKeys
 from kvferry_router.metrics import RouterMetrics
 from kvferry_router.pod_client import PodClient
 from kvferry_router.pool import PodPool
 from kvferry_router.proxy import Background, Proxy
-from kvferry_router.tenants import ApiKeys, KeyFileError, default_tenant
+from kvferry_router.tenants import KeyFileError, default_tenant
 from kvferry_router.text_service import TextService
 from kvferry_service import key_files as service_keys
 from kvferry_service import logs, run
@@ -38,6 +44,7 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
 
     Raises:
         service_keys.KeyFileError, KeyFileError: a key file cannot be used.
+        AccessError: pods are to be watched in a cluster, and this is none.
         OSError: the address cannot be listened on.
     """
     keys = service_keys.load_keys(config.keys_dir, need_kv=False)
@@ -53,7 +60,7 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
     try:
         async with PodClient(keys, limits) as client:
             watch = PodWatch(
-                file=PodsFile(config.pods_file, limits.pods),
+                discovery=_discovery(config, limits, metrics),
                 pool=pool,
                 client=client,
                 text=text,
@@ -61,7 +68,17 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
                 limits=limits,
                 metrics=metrics,
             )
-            proxy = Proxy(pool=pool, client=client, watch=watch, metrics=metrics, limits=limits, background=background)
+            id_budget = IdBudget(limits)
+            metrics.resume_ids.set_function(lambda: id_budget.held)
+            proxy = Proxy(
+                pool=pool,
+                client=client,
+                watch=watch,
+                metrics=metrics,
+                limits=limits,
+                background=background,
+                id_budget=id_budget,
+            )
             app = RouterApp(
                 proxy=proxy,
                 text=text,
@@ -69,12 +86,13 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
                 model=config.model_name,
                 deadline_s=config.request_deadline_s,
                 authenticate=default_tenant if api_keys is None else api_keys.authenticate,
+                why_closed=_open_door if api_keys is None else api_keys.why_closed,
             )
             server = HttpServer(app.build(), limits, internal=False)
             await server.start(listener)
             tasks = [asyncio.create_task(watch.run(), name="watch")]
             if api_keys is not None:
-                tasks.append(asyncio.create_task(_reload(api_keys), name="api keys"))
+                tasks.append(asyncio.create_task(_reload(api_keys, metrics), name="api keys"))
             port = listener.getsockname()[1]
             _announce(config, port, keys, api_keys)
             try:
@@ -104,14 +122,33 @@ async def _until_stopped(stop: run.StopSignal, tasks: Sequence[asyncio.Task[None
         stopping.cancel()
 
 
-async def _reload(api_keys: ApiKeys) -> None:
+def _discovery(config: RouterConfig, limits: Limits, metrics: RouterMetrics) -> Discovery:
+    if config.services is None:
+        assert config.pods_file is not None, "the configuration has one or the other"
+        return FilePods(PodsFile(config.pods_file, limits.pods), limits.pod_poll_s)
+    api = ApiServer(in_cluster(config.service_account_dir), limits, f"kvferry-router/{version('kvferry')}")
+    rng = random.Random(int.from_bytes(os.urandom(8)))
+    return ClusterPods(api, config.services, family=config.family(), limits=limits, metrics=metrics, rng=rng)
+
+
+def _open_door() -> str:
+    return ""
+
+
+async def _reload(api_keys: ApiKeys, metrics: RouterMetrics) -> None:
+    complaint = ""
     while True:
+        metrics.api_keys.set(len(api_keys))
+        metrics.api_keys_stale.set(api_keys.stale)
         await asyncio.sleep(_API_KEYS_EVERY_S)
         try:
             if api_keys.reload():
+                complaint = ""
                 _log.info("API keys read again", extra=logs.fields(keys=len(api_keys)))
         except KeyFileError as error:
-            _log.error("API keys cannot be read; the old ones stay", extra=logs.fields(reason=str(error)))
+            if complaint != str(error):  # told once, not at each look
+                complaint = str(error)
+                _log.error("API keys cannot be read; the old ones stay", extra=logs.fields(reason=complaint))
 
 
 def _announce(config: RouterConfig, port: int, keys: ServiceKeys, api_keys: ApiKeys | None) -> None:
@@ -159,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return run.run(body)
-    except (service_keys.KeyFileError, KeyFileError, OSError, ValueError) as error:
+    except (AccessError, service_keys.KeyFileError, KeyFileError, OSError, ValueError) as error:
         sys.stderr.write(f"kvferry_router: {error}\n")
         return 2
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
@@ -50,7 +51,9 @@ class RouterApp:
         model: str,
         deadline_s: float,
         authenticate: auth.Authenticate,
+        why_closed: Callable[[], str] = lambda: "",
     ) -> None:
+        """``why_closed``: why ``authenticate`` lets nobody in; empty when it lets somebody."""
         self._proxy = proxy
         self._text = text
         self._salt = salter(keys.hash)
@@ -68,6 +71,7 @@ class RouterApp:
         # Internal routes ask for the service's own key, whatever clients must show.
         self._open = auth.OPEN_ROUTES | {("GET", "/internal/v1/decisions"), ("HEAD", "/internal/v1/decisions")}
         self._authenticate = authenticate
+        self._why_closed = why_closed
 
     def build(self) -> web.Application:
         app = build_app(self._limits, self._authenticate, translate=_translate, open_routes=frozenset(self._open))
@@ -89,7 +93,7 @@ class RouterApp:
         """Why a request would not be answered now; empty when it would."""
         if self._stopping:
             return self._stopping
-        reason = self._proxy.pool.why_not_ready()
+        reason = self._why_closed() or self._proxy.pool.why_not_ready()
         if reason:
             return reason
         return "" if self._tools() is not None else "no decode pod's text bundle is loaded"

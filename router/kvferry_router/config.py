@@ -2,14 +2,20 @@
 
 import argparse
 import ipaddress
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from kvferry_router.discovery.api_server import SERVICE_ACCOUNT
+from kvferry_router.discovery.cluster import PoolServices
 from kvferry_router.select.policy import Mode, Policy
 from kvferry_wire.limits import DEFAULT_LIMITS
 
 _DEFAULT_POLICY = Policy()
+_DNS_LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_WATCHED = re.compile(f"(?P<namespace>{_DNS_LABEL})/(?P<service>{_DNS_LABEL})")
 
 
 class ConfigError(ValueError):
@@ -22,7 +28,9 @@ class RouterConfig:
 
     service_name: str
     model_name: str
-    pods_file: Path
+    pods_file: Path | None  # exactly one of this and `services`
+    services: PoolServices | None
+    service_account_dir: Path
     keys_dir: Path
     host: str
     port: int
@@ -35,6 +43,10 @@ class RouterConfig:
     parent_fd: int | None
     ready_file: Path | None
     log_json: bool | None  # None: JSON unless standard error is a terminal
+
+    def family(self) -> int:
+        """4 or 6: of the address that it listens on, which is its pod's own in a cluster."""
+        return 6 if ":" in self.host else 4
 
     def policy(self) -> Policy:
         return Policy(
@@ -60,7 +72,19 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--service-name", required=True, help="name of the InferenceService, for logs")
     add("--model-name", required=True, help="the one model name that clients may ask for")
-    add("--pods-file", required=True, type=Path, help="JSON file with the pods' addresses, read again when it changes")
+    add("--pods-file", type=Path, help="JSON file with the pods' addresses, read again when it changes")
+    for role in ("prefill", "decode"):
+        add(
+            f"--watch-{role}",
+            metavar="NAMESPACE/SERVICE",
+            help=f"in a cluster, in place of --pods-file: the headless Service of the {role} pods",
+        )
+    add(
+        "--service-account-dir",
+        type=Path,
+        default=SERVICE_ACCOUNT,
+        help="with --watch-*: the folder with token and ca.crt of the pod's ServiceAccount",
+    )
     add("--keys-dir", required=True, type=Path, help="folder with the key files http, state and hash")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", default=8000, type=int, help="port to listen on; 0 takes a free one")
@@ -70,7 +94,12 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("none", "api-keys"),
         help="none: any client may ask, as tenant 'default'",
     )
-    add("--api-keys-file", type=Path, help="lines tenant:sha256hex, or a JSON object; needed with --auth api-keys")
+    add(
+        "--api-keys-file",
+        type=Path,
+        help="lines tenant:sha256hex, or a JSON object; or a folder of such files (*.keys, *.json) and of files with "
+        "keys, named after their tenants; needed with --auth api-keys",
+    )
     add(
         "--disaggregate",
         default=_DEFAULT_POLICY.disaggregate,
@@ -120,15 +149,18 @@ def parse_config(argv: list[str]) -> RouterConfig:
     check(0 < args.request_deadline <= 86_400, "--request-deadline", args.request_deadline, "more than 0, up to 86400")
     check(_is_address(args.host), "--host", args.host, "an IP address or localhost")
     if args.auth == "api-keys":
-        check(args.api_keys_file is not None, "--api-keys-file", None, "a file (or say --auth none)")
+        check(args.api_keys_file is not None, "--api-keys-file", None, "a file or folder (or say --auth none)")
     else:
         check(args.api_keys_file is None, "--api-keys-file", str(args.api_keys_file), "nothing, with --auth none,")
+    services = _services(args, check)
     if faults:
         raise ConfigError("; ".join(faults))
     return RouterConfig(
         service_name=args.service_name,
         model_name=args.model_name,
         pods_file=args.pods_file,
+        services=services,
+        service_account_dir=args.service_account_dir,
         keys_dir=args.keys_dir,
         host=args.host,
         port=args.port,
@@ -142,6 +174,28 @@ def parse_config(argv: list[str]) -> RouterConfig:
         ready_file=args.ready_file,
         log_json={"auto": None, "json": True, "text": False}[args.log_format],
     )
+
+
+def _services(args: argparse.Namespace, check: Callable[[bool, str, object, str], None]) -> PoolServices | None:
+    """The Services to watch, if it is those; says what is wrong with them, or with there being neither or both."""
+    given = {"--watch-prefill": args.watch_prefill, "--watch-decode": args.watch_decode}
+    if not any(given.values()):
+        check(args.pods_file is not None, "--pods-file", None, "a file (or both --watch-prefill and --watch-decode)")
+        return None
+    check(
+        args.pods_file is None, "--pods-file", str(args.pods_file), "nothing, with --watch-prefill and --watch-decode,"
+    )
+    found = {}
+    for flag, value in given.items():
+        found[flag] = _WATCHED.fullmatch(value or "")
+        check(found[flag] is not None, flag, value, "NAMESPACE/SERVICE")
+    prefill, decode = found.values()
+    if prefill is None or decode is None:
+        return None
+    namespace, others = decode["namespace"], prefill["namespace"]
+    check(namespace == others, "--watch-prefill", args.watch_prefill, f"a Service of the namespace {namespace}")
+    check(decode["service"] != prefill["service"], "--watch-prefill", args.watch_prefill, "another than --watch-decode")
+    return PoolServices(namespace, prefill["service"], decode["service"])
 
 
 def _is_address(host: str) -> bool:

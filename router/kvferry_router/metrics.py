@@ -54,3 +54,19 @@ class RouterMetrics:
             registry, "router_index_dropped", "Entries left out because the index is full."
         )
         self.pods: Gauge = metrics.gauge(registry, "router_pods", "Pods, by role and state.", ("role", "state"))
+        self.discovery_connected: Gauge = metrics.gauge(
+            registry, "router_discovery_connected", "1 while what discovery tells of the pods is up to date."
+        )
+        self.discovery_silence: Gauge = metrics.gauge(
+            registry, "router_discovery_silence_seconds", "Since the last word of the API server; 0 without one."
+        )
+        self.discovery_failures = metrics.counter(
+            registry, "router_discovery_failures", "Lists and watches of the API server that failed.", ("reason",)
+        )
+        self.discovery_left_out: Gauge = metrics.gauge(
+            registry, "router_discovery_left_out", "Endpoints that are not used as pods, by reason.", ("reason",)
+        )
+        self.api_keys: Gauge = metrics.gauge(registry, "router_api_keys", "API keys that clients may show.")
+        self.api_keys_stale: Gauge = metrics.gauge(
+            registry, "router_api_keys_stale", "1 while the API keys cannot be read again and the old ones stay."
+        )

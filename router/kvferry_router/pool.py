@@ -31,6 +31,7 @@ class PodPool:
         self._policy = policy
         self.model = model
         self._rng = rng
+        self.undiscovered = ""  # why discovery does not know the pods yet; empty once it does
 
     def __repr__(self) -> str:
         return f"PodPool(pods={list(self.table)}, {self.index!r}, booked={len(self.bookings)})"
@@ -67,7 +68,7 @@ class PodPool:
         if self.usable("decode"):
             return ""
         if not len(self.table):
-            return "no pods are known"
+            return self.undiscovered or "no pods are known"
         reasons = [
             f"{record.name}: {record.why_unusable(self.model)}"
             for record in self.table

@@ -1,15 +1,15 @@
-"""API keys and tenants: who asks, and the salt that keeps tenants' KV apart.
+"""API keys and tenants: who asks, and the salt that keeps tenants' KV apart. Pure; ``key_source`` reads the files.
 
-The key file has one ``tenant:sha256hex`` per line (``#`` starts a comment), or is a JSON object from tenant to one
-digest or a list of digests. It holds digests only, and is read again when it changes. Without authentication
-everybody is the tenant ``default``.
+A list has one ``tenant:sha256hex`` per line (``#`` starts a comment), or is a JSON object from tenant to one digest or
+a list of digests. A folder, as a Secret is mounted, holds lists in files named ``*.keys`` or ``*.json``; every other
+file has the keys themselves, one per line, of the tenant whose name it has. What is kept of a key is its digest.
+Without authentication everybody is the tenant ``default``.
 """
 
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from pathlib import Path
 
 import msgspec
 
@@ -18,17 +18,44 @@ from kvferry_wire.keys import derive, mac
 DEFAULT_TENANT = "default"
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FILE_BYTES = 4 * 2**20
+_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")  # as an Authorization header can carry it
+_KEY_ACCEPTED = "a key has 16 to 512 characters of A-Z a-z 0-9 . _ ~ + / = -"
+# By the name and not by what is inside: a line of a list that was cut would else be taken for a key.
+_LISTS = (".keys", ".json")
 
 
 class KeyFileError(ValueError):
-    """A file of API keys that cannot be used; the message names the file, the line and what is accepted."""
+    """API keys that cannot be used; the message names the file, the line and what is accepted, never what is there."""
 
 
-def parse_api_keys(text: str, *, where: str, max_tenants: int) -> tuple[tuple[bytes, str], ...]:
-    """Read the pairs (SHA-256 digest of a key, tenant). Raises ``KeyFileError`` with all faults."""
-    pairs = _json_pairs(text, where) if text.lstrip().startswith("{") else _line_pairs(text)
+Pairs = tuple[tuple[bytes, str], ...]  # SHA-256 digest of a key, tenant
+_Found = list[tuple[str, str, str]]  # place, tenant, digest in hex
+
+
+def parse_api_keys(text: str, *, where: str, max_tenants: int) -> Pairs:
+    """Read a list. Raises ``KeyFileError`` with all faults."""
+    return _checked(_listed(text, where), where, max_tenants)
+
+
+def parse_key_folder(files: Mapping[str, str], *, where: str, max_tenants: int) -> Pairs:
+    """Read the files of a folder, by name. Raises ``KeyFileError`` with all faults."""
+    found: _Found = []
     faults: list[str] = []
+    for name, text in sorted(files.items()):
+        if name.endswith(_LISTS):
+            listed = _listed(text, f"{where}/{name}")
+            found += [(f"{name}: {place}", tenant, digest) for place, tenant, digest in listed]
+            continue
+        for number, key in _lines(text):
+            if _KEY.fullmatch(key):
+                found.append((f"{name}: line {number}", name, sha256(key.encode()).hexdigest()))
+            else:
+                faults.append(f"{name}: line {number}: {_KEY_ACCEPTED}; a list is in a file named *.keys or *.json")
+    return _checked(found, where, max_tenants, faults)
+
+
+def _checked(pairs: _Found, where: str, max_tenants: int, known: Sequence[str] = ()) -> Pairs:
+    faults = list(known)
     found: dict[bytes, str] = {}
     for place, tenant, digest in pairs:
         if not _TENANT.fullmatch(tenant):
@@ -44,17 +71,25 @@ def parse_api_keys(text: str, *, where: str, max_tenants: int) -> tuple[tuple[by
     return tuple(found.items())
 
 
-def _line_pairs(text: str) -> list[tuple[str, str, str]]:
+def _listed(text: str, where: str) -> _Found:
+    return _json_pairs(text, where) if text.lstrip().startswith("{") else _line_pairs(text)
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """The lines with something in them, by number, without comments."""
+    lines = [(number, raw.partition("#")[0].strip()) for number, raw in enumerate(text.splitlines(), 1)]
+    return [(number, line) for number, line in lines if line]
+
+
+def _line_pairs(text: str) -> _Found:
     pairs = []
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = raw.partition("#")[0].strip()
-        if line:
-            tenant, _, digest = line.partition(":")
-            pairs.append((f"line {number}", tenant.strip(), digest.strip()))
+    for number, line in _lines(text):
+        tenant, _, digest = line.partition(":")
+        pairs.append((f"line {number}", tenant.strip(), digest.strip()))
     return pairs
 
 
-def _json_pairs(text: str, where: str) -> list[tuple[str, str, str]]:
+def _json_pairs(text: str, where: str) -> _Found:
     try:
         content = msgspec.json.decode(text, type=dict[str, str | list[str]])
     except msgspec.DecodeError as error:
@@ -66,32 +101,11 @@ def _json_pairs(text: str, where: str) -> list[tuple[str, str, str]]:
     ]
 
 
-class ApiKeys:
-    """The keys of a file, read again when its change time or size does."""
+class KeyRing:
+    """Keys by their digests."""
 
-    def __init__(self, path: Path, max_tenants: int) -> None:
-        """Raises ``KeyFileError`` when the file cannot be used."""
-        self._path = path
-        self._max_tenants = max_tenants
-        self._seen: tuple[int, int] | None = None
-        self._pairs: tuple[tuple[bytes, str], ...] = ()
-        self.reload()
-
-    def reload(self) -> bool:
-        """Read the file if it changed; returns whether it did. On ``KeyFileError`` the old keys stay."""
-        try:
-            status = self._path.stat()
-            mark = (status.st_mtime_ns, status.st_size)
-            if mark == self._seen:
-                return False
-            if status.st_size > _FILE_BYTES:
-                raise KeyFileError(f"{self._path}: larger than {_FILE_BYTES} bytes")
-            text = self._path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise KeyFileError(f"{self._path}: {error}") from None
-        self._seen = mark  # also of a file that is wrong: it is complained of once
-        self._pairs = parse_api_keys(text, where=str(self._path), max_tenants=self._max_tenants)
-        return True
+    def __init__(self, pairs: Pairs) -> None:
+        self._pairs = pairs
 
     def __len__(self) -> int:
         return len(self._pairs)

@@ -96,6 +96,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     pod_poll_s: float = 0.5  # between two questions whether a pod is ready
     pod_reply_s: float = 0.5  # for its answer; two late ones in a row, or one refused connection, and it is out
     pods: int = 1024  # of one service
+    api_reply_s: float = 10.0  # for the API server to answer a list, or to begin a watch
+    api_watch_s: float = 300.0  # a watch is asked to end by itself after this, less up to a fifth
+    api_silence_s: float = 75.0  # of a watch, which hears something each minute: it is opened again
+    api_spacing_s: float = 0.2  # between two watches, at least
+    api_backoff_s: float = 0.25  # after the first failure, then doubled, less up to a half
+    api_backoff_cap_s: float = 15.0
+    api_away_s: float = 5.0  # without a word from the API server: what it last said of pods' readiness counts no more
+    api_list_bytes: int = 32 * 2**20
+    api_event_bytes: int = 4 * 2**20
 
 
 DEFAULT_LIMITS = Limits()

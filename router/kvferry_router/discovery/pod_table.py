@@ -70,6 +70,8 @@ class PodRecord:
 
     def why_unusable(self, model: str) -> str:
         """The reason why no leg may go there; empty when one may."""
+        if self.endpoint.withheld:
+            return self.endpoint.withheld
         if not self.answers:
             return self.reason
         if self.info is None or self.info_due:
@@ -107,10 +109,17 @@ class PodTable:
     def replace(self, endpoints: tuple[Endpoint, ...]) -> tuple[list[PodRecord], list[PodRecord]]:
         """Take discovery's word; returns the records that are new and those that are gone.
 
-        A pod whose address changed is gone and new; one that stays keeps its record.
+        A pod whose address or uid changed is gone and new; one that stays keeps its record, with what is now held
+        against it.
         """
         named = {endpoint.name: endpoint for endpoint in endpoints}
-        gone = [record for record in self._records.values() if named.get(record.name) != record.endpoint]
+        gone = []
+        for record in self._records.values():
+            endpoint = named.get(record.name)
+            if endpoint is not None and endpoint.same_pod(record.endpoint):
+                record.endpoint = endpoint
+            else:
+                gone.append(record)
         for record in gone:
             del self._records[record.name]
         new = [PodRecord(endpoint, self._limits) for endpoint in endpoints if endpoint.name not in self._records]

@@ -1,12 +1,15 @@
 """Discovery from a JSON file that the local launcher writes: ``{"pods": [{name, role, host, http, state}, ...]}``."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
 
-from kvferry_router.discovery.endpoints import Endpoint
+from kvferry_router.discovery.endpoints import Endpoint, Take
+from kvferry_service import logs
 
 _FILE_BYTES = 4 * 2**20
+_log = logs.get_logger(__name__)
 
 
 class PodsFileError(ValueError):
@@ -64,3 +67,35 @@ class PodsFile:
             self._seen = (-1, -1, -1)
             raise PodsFileError(f"{self._path}: {error.strerror}") from None
         return parse_pods(content, where=str(self._path), max_pods=self._max_pods)
+
+
+class FilePods:
+    """Discovery by a pods file."""
+
+    def __init__(self, file: PodsFile, poll_s: float) -> None:
+        self._file = file
+        self._poll_s = poll_s
+        self._unknown = "the pods file has not been read yet"
+        self._current = False
+
+    def why_unknown(self) -> str:
+        """Why the pods are not known yet; empty once they are."""
+        return self._unknown
+
+    def current(self) -> bool:
+        """Whether the file could be used when it changed last."""
+        return self._current
+
+    async def follow(self, take: Take) -> None:
+        """Tell of all pods, at first and at each change, until cancelled."""
+        while True:
+            try:
+                pods = self._file.changed()
+            except PodsFileError as error:
+                self._current = False
+                _log.error("the pods file cannot be used; the pods known stay", extra=logs.fields(reason=str(error)))
+            else:
+                if pods is not None:
+                    self._unknown, self._current = "", True
+                    take(pods)
+            await asyncio.sleep(self._poll_s)

@@ -1,4 +1,4 @@
-"""The tasks that keep the pool in step with the world: the pods file, and each pod's probe and state stream."""
+"""The tasks that keep the pool in step with the world: discovery, and each pod's probe and state stream."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,8 +10,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kvferry_router.discovery.endpoints import Discovery, Endpoint
 from kvferry_router.discovery.pod_table import PodRecord
-from kvferry_router.discovery.static import PodsFile, PodsFileError
 from kvferry_router.index.feed import FeedEffect, FetchSnapshot
 from kvferry_router.metrics import RouterMetrics
 from kvferry_router.pod_client import PodAnswerError, PodClient
@@ -28,12 +28,12 @@ _log = logs.get_logger(__name__)
 
 
 class PodWatch:
-    """Watches all pods that the file names. ``run`` ends when it is cancelled."""
+    """Watches all pods that discovery names. ``run`` ends when it is cancelled."""
 
     def __init__(
         self,
         *,
-        file: PodsFile,
+        discovery: Discovery,
         pool: PodPool,
         client: PodClient,
         text: TextService,
@@ -41,7 +41,7 @@ class PodWatch:
         limits: Limits,
         metrics: RouterMetrics,
     ) -> None:
-        self._file = file
+        self._discovery = discovery
         self._pool = pool
         self._client = client
         self._text = text
@@ -54,16 +54,18 @@ class PodWatch:
         metrics.bookings.set_function(lambda: len(pool.bookings))
 
     async def run(self) -> None:
-        """Follow the file until cancelled; then all tasks and sockets are closed."""
+        """Follow discovery until cancelled, or until it fails; then all tasks and sockets are closed."""
+        following = asyncio.create_task(self._discovery.follow(self._pods_are), name="discovery")
         try:
-            while True:
-                self._look_at_file()
+            while not following.done():
                 self._show()
-                await asyncio.sleep(self._limits.pod_poll_s)
+                await asyncio.wait([following], timeout=self._limits.pod_poll_s)
+            following.result()
         finally:
-            for task in self._tasks.values():
+            tasks = [following, *self._tasks.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._context.destroy(linger=0)
 
     def nudge(self, pod: str) -> None:
@@ -71,14 +73,8 @@ class PodWatch:
         if (event := self._nudges.get(pod)) is not None:
             event.set()
 
-    def _look_at_file(self) -> None:
-        try:
-            endpoints = self._file.changed()
-        except PodsFileError as error:
-            _log.error("the pods file cannot be used; the pods known stay", extra=logs.fields(reason=str(error)))
-            return
-        if endpoints is None:
-            return
+    def _pods_are(self, endpoints: tuple[Endpoint, ...]) -> None:
+        before = {record.name: record.endpoint.withheld for record in self._pool.table}
         new, gone = self._pool.table.replace(endpoints)
         for record in gone:
             self._tasks.pop(record.name).cancel()
@@ -87,9 +83,16 @@ class PodWatch:
         for record in new:
             self._nudges[record.name] = asyncio.Event()
             self._tasks[record.name] = asyncio.create_task(self._watch(record), name=f"watch {record.name}")
-        _log.info("pods changed", extra=logs.fields(new=[r.name for r in new], gone=[r.name for r in gone]))
+        for record in self._pool.table:
+            if before.get(record.name, record.endpoint.withheld) != record.endpoint.withheld:
+                self.nudge(record.name)
+        self._show()
+        if new or gone:
+            _log.info("pods changed", extra=logs.fields(new=[r.name for r in new], gone=[r.name for r in gone]))
 
     def _show(self) -> None:
+        self._pool.undiscovered = self._discovery.why_unknown()
+        self._metrics.discovery_connected.set(self._discovery.current())
         counts: dict[tuple[str, str], int] = {}
         for role in ("prefill", "decode", "both"):
             for known in ("ready", "not_ready"):

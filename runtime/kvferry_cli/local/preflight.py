@@ -6,7 +6,8 @@ from kvferry_cli.errors import ExitCode, UserError
 from kvferry_operator.api import InferenceService
 from kvferry_operator.api.service import EngineSettings
 from kvferry_operator.plan import ServicePlan
-from kvferry_router.tenants import ApiKeys, KeyFileError
+from kvferry_router.key_source import ApiKeys
+from kvferry_router.tenants import KeyFileError
 from kvferry_wire.limits import Limits
 
 ENGINE_BLOCK_SIZE = 16  # the engine's own default
