@@ -15,8 +15,11 @@ class ConnectionSettingsError(ValueError):
     """There is no way to an API server."""
 
 
-async def load() -> Configuration:
+async def load(kubeconfig: str | None = None) -> Configuration:
     """The connection's settings. Tokens that the kubelet exchanges are read again by the library.
+
+    Args:
+        kubeconfig: this file, whatever the environment says.
 
     Raises:
         ConnectionSettingsError: neither a pod's account nor a usable kubeconfig is there.
@@ -25,10 +28,10 @@ async def load() -> Configuration:
     made.connection_pool_maxsize = CONNECTIONS
     made.retries = 0
     try:
-        if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        if kubeconfig is None and os.environ.get("KUBERNETES_SERVICE_HOST"):
             config.load_incluster_config(client_configuration=made)  # type: ignore[no-untyped-call]
         else:
-            await config.load_kube_config(client_configuration=made, persist_config=False)  # type: ignore[no-untyped-call]
+            await config.load_kube_config(kubeconfig, client_configuration=made, persist_config=False)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
         raise ConnectionSettingsError(
             f"no API server to talk to: {error}. In a pod its account is used, elsewhere KUBECONFIG or ~/.kube/config"
