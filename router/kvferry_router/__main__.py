@@ -17,6 +17,7 @@ from kvferry_router.discovery.cluster import ClusterPods
 from kvferry_router.discovery.endpoints import Discovery
 from kvferry_router.discovery.static import FilePods, PodsFile
 from kvferry_router.discovery.watch import PodWatch
+from kvferry_router.given import IdBudget
 from kvferry_router.key_source import ApiKeys
 from kvferry_router.metrics import RouterMetrics
 from kvferry_router.pod_client import PodClient
@@ -67,6 +68,8 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
                 limits=limits,
                 metrics=metrics,
             )
+            id_budget = IdBudget(limits)
+            metrics.resume_ids.set_function(lambda: id_budget.held)
             proxy = Proxy(
                 pool=pool,
                 client=client,
@@ -74,6 +77,7 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
                 metrics=metrics,
                 limits=limits,
                 background=background,
+                id_budget=id_budget,
             )
             app = RouterApp(
                 proxy=proxy,

@@ -45,6 +45,13 @@ ENGINE_LOST = Failure(
     outcome="unavailable",
     retry_after_s=_RETRY_S,
 )
+BARREN = Failure(
+    status=500,
+    message="Engines were lost one after the other on this request, so it is not tried further.",
+    type="server_error",
+    code="engine_lost_repeatedly",
+    outcome="failed",
+)
 ENGINE_FAILED = Failure(
     status=500,
     message="The engine failed on this request.",

@@ -1,4 +1,4 @@
-"""One request's way through the pods: prefill, decode, and what happens when either fails.
+"""One request's way through the pods: prefill, decode, and another pod when one fails.
 
 Pure: ``handle`` takes an event and the time and returns effects; it reads no clock and opens no socket. The table
 ``TRANSITIONS`` names the method for each state and event, so each pair is decided in one place.
@@ -7,14 +7,18 @@ Rules:
 
 - A leg's frames count whole or not at all. A leg that sends no frame for the stall timeout is dead.
 - A prefill leg that fails for whatever reason is tried once on another pod; after that decode does the whole job.
-- A decode leg that fails before the client has a byte is tried on another pod. The ids recorded so far are input of
-  the next leg and never picked again.
-- Once the client has bytes, a failure is an error event and a cut stream, never ``[DONE]``.
+- A decode leg that is lost is continued on another pod, or on the same one once it is back: the ids recorded so far
+  are input of the next leg and never picked again (``losses`` says which pods, for how long and how often).
+- A pod that broke the protocol is not believed: what came of its leg is forgotten, and if the client has some of it,
+  the answer fails.
+- An answer that fails once the client has bytes ends in an error event and a cut stream, never ``[DONE]``.
 - ``End`` is passed on when the leg's stream is over (or ``Limits.end_grace_s`` later), and only if nothing follows it.
 - A router that stops fails its answers as a pod's loss would, except one whose `End` is here.
-- Attempt numbers count all legs of a request, so that prefill and decode on one pod never share an abort's tombstone.
 - A leg whose pod said that it failed, or refused it, is over there and is not aborted.
 - A handle that was received and led to no answer is withdrawn: the prefill leg is aborted by name after its end.
+
+`Handoff`, the KV of a draining decode pod, is where a leg will end as `Prefilled` ends one: ``_decode_frame`` has the
+place for it. Until then no pod sends it.
 """
 
 import enum
@@ -23,6 +27,8 @@ from collections.abc import Callable
 import msgspec
 
 from kvferry_router import failures
+from kvferry_router.answer import Answer
+from kvferry_router.attempts import Attempt, Attempts
 from kvferry_router.flow_messages import (
     AbortLeg,
     Book,
@@ -30,36 +36,34 @@ from kvferry_router.flow_messages import (
     Computed,
     Effect,
     Event,
-    FailAnswer,
     Failure,
-    FinishAnswer,
-    FinishLeg,
+    GaveUp,
     Kind,
     LegClosed,
     LegFrames,
     NeedPod,
     OpenLeg,
     Outcome,
-    Path,
     PodChosen,
     PodFailed,
-    Record,
     Release,
-    Send,
     Start,
     Stopping,
     Tick,
 )
+from kvferry_router.given import Given, IdBudget
 from kvferry_router.leg_faults import (
     CLOSED_AS,
-    DECODE_FAILURES,
     FAILED_AS,
+    LEG_FAILURES,
+    LOST,
     NEVER_TAKEN,
     NO_FAULT_OF_THE_POD,
     Fault,
     recompute_reason,
 )
-from kvferry_wire.frames import Alive, End, Fail, Frame, Handoff, Prefilled, Tokens
+from kvferry_router.losses import Losses
+from kvferry_wire.frames import Alive, Begun, End, Fail, Frame, Handoff, Prefilled, Tokens
 from kvferry_wire.leg import ChoiceState, Leg
 from kvferry_wire.limits import Limits
 
@@ -69,6 +73,7 @@ class State(enum.Enum):
     PREFILLING = "prefilling"
     CHOOSING_PREFILL = "choosing_prefill"
     CHOOSING_DECODE = "choosing_decode"
+    WAITING = "waiting"  # no pod can go on with the answer now
     DECODING = "decoding"  # the client has no byte yet
     STREAMING = "streaming"  # the client has bytes
     ENDING = "ending"  # `End` is here; waiting for the leg's stream to close behind it
@@ -86,49 +91,41 @@ class RequestFlow:
     """The state of one request.
 
     Args:
-        leg: the request as its first leg; ``attempt``, ``deadline_ms``, ``handle`` and ``recompute`` are set per leg.
+        leg: the request as its first leg; what differs from leg to leg is set per leg.
         limits: deadlines and caps.
         deadline_s: seconds from ``accepted_at`` to the end of the answer.
         accepted_at: the time, on the clock of all later events.
+        budget: room for the ids that all flows keep; without one this flow has its own.
     """
 
-    def __init__(self, leg: Leg, limits: Limits, *, deadline_s: float, accepted_at: float) -> None:
+    def __init__(
+        self, leg: Leg, limits: Limits, *, deadline_s: float, accepted_at: float, budget: IdBudget | None = None
+    ) -> None:
         self.state = State.NEW
         self._leg = leg
         self._limits = limits
-        self._accepted_at = accepted_at
         self._deadline_at = accepted_at + deadline_s
         self._prefill_share_s = deadline_s * limits.prefill_share
 
-        self._emitted: list[list[int]] = [list(choice.emitted) for choice in leg.choices]
-        self._chars: list[int] = [choice.chars_sent for choice in leg.choices]
-        self._cached_tokens = 0
-        self._recompute = ""
-        self._end: End | None = None
+        given = Given(leg.choices, limits, budget or IdBudget(limits))
+        self._answer = Answer(leg, given, accepted_at)
+        self._attempts = Attempts(limits)
+        self._losses = Losses(limits)
+        self._until = 0.0  # of a prefill leg: its share of the deadline; waiting: the next look; ending: the grace
 
-        self._attempts = 0  # legs opened so far; the open one is number attempts - 1
-        self._decode_legs = 0
-        self._open: tuple[Kind, str] | None = None
-        self._last_frame_at = 0.0
-        self._phase_until = 0.0  # of a prefill leg: its share of the deadline; when ending: the grace
-
+        self._compat_hash = ""
         self._decode_choice = ""
-        self._path: Path = "aggregated"
         self._booked: dict[Kind, str] = {}
-        self._failed: dict[Kind, set[str]] = {"prefill": set(), "decode": set()}
         self._prefill_retried = False
         self._lease: tuple[int, str] | None = None  # the prefill leg whose handle we hold: attempt, pod
-        self._decode_error: Failure = failures.NO_CAPACITY
-
         self._prefill_pod: str | None = None
         self._decode_pod: str | None = None
-        self._first_token_at: float | None = None
-        self._sent = False
-        self._held = b""  # a role chunk that waits for the first text, so that until then another pod can begin anew
 
     def __repr__(self) -> str:
-        tokens = sum(map(len, self._emitted))
-        return f"RequestFlow({self._leg.internal_id}, {self.state.value}, open={self._open}, tokens={tokens})"
+        return (
+            f"RequestFlow({self._leg.internal_id}, {self.state.value}, {self._attempts!r}, "
+            f"tokens={self._answer.given.tokens}, {self._losses!r})"
+        )
 
     # ---- the outside -------------------------------------------------------------------------------------------
 
@@ -150,30 +147,20 @@ class RequestFlow:
         if self.state is State.DONE:
             return None
         times = [self._deadline_at]
-        if self._open is not None and self.state is not State.ENDING:
-            times.append(self._last_frame_at + self._limits.stall_timeout_s)
-        if self.state in (State.PREFILLING, State.ENDING):
-            times.append(self._phase_until)
+        stalls_at = self._attempts.stalls_at()
+        if stalls_at is not None and self.state is not State.ENDING:
+            times.append(stalls_at)
+        if self.state in (State.PREFILLING, State.WAITING, State.ENDING):
+            times.append(self._until)
         return min(times)
 
     def choices(self) -> tuple[ChoiceState, ...]:
         """What each choice has given so far: all that another pod needs to go on."""
-        return tuple(
-            ChoiceState(emitted=tuple(ids), chars_sent=chars)
-            for ids, chars in zip(self._emitted, self._chars, strict=True)
-        )
+        return self._answer.given.states()
 
     def booked(self) -> dict[Kind, str]:
         """Bookings that were not released yet."""
         return dict(self._booked)
-
-    def lease_pod(self) -> str | None:
-        """The prefill pod whose handle the next decode leg will carry."""
-        return None if self._lease is None else self._lease[1]
-
-    @property
-    def stream(self) -> bool:
-        return self._leg.format.stream
 
     # ---- start and choice of pods ------------------------------------------------------------------------------
 
@@ -181,14 +168,19 @@ class RequestFlow:
         if now >= self._deadline_at:  # it waited its time away
             self._fail(failures.DEADLINE, now, out)
             return
-        self._decode_choice = event.decode
-        self._book("decode", event.decode, out, computes=event.prefill is None)
-        if event.prefill is None:
+        self._compat_hash = event.compat_hash
+        if event.prefill is not None:
+            self._answer.path = "disaggregated"
+        self._begin_on(event.prefill, event.decode, now, out)
+
+    def _begin_on(self, prefill: str | None, decode: str, now: float, out: list[Effect]) -> None:
+        self._decode_choice = decode
+        self._book("decode", decode, out, computes=prefill is None and self._leg.handle is None)
+        if prefill is None:
             self._open_decode(now, out)
         else:
-            self._path = "disaggregated"
-            self._book("prefill", event.prefill, out)
-            self._open_prefill(event.prefill, now, out)
+            self._book("prefill", prefill, out)
+            self._open_prefill(prefill, now, out)
 
     def _prefill_chosen(self, event: PodChosen, now: float, out: list[Effect]) -> None:
         self._expect_kind("prefill", event)
@@ -200,58 +192,68 @@ class RequestFlow:
 
     def _decode_chosen(self, event: PodChosen, now: float, out: list[Effect]) -> None:
         self._expect_kind("decode", event)
-        if event.pod is None:
-            self._fail(self._decode_error, now, out)
+        if event.pod is not None:
+            self._begin_on(event.prefill, event.pod, now, out)
             return
-        self._decode_choice = event.pod
-        self._book("decode", event.pod, out, computes=self._leg.handle is None)
-        self._open_decode(now, out)
+        again_at = self._losses.pause(now) if self._patient() else None
+        if again_at is None:
+            self._give_up("no_pod", self._losses.error, now, out)
+        else:
+            self.state = State.WAITING
+            self._until = again_at
 
     def _expect_kind(self, kind: Kind, event: PodChosen) -> None:
         if event.kind != kind:
             raise IllegalEventError(self.state, event)
 
+    def _choose_decode(self, out: list[Effect]) -> None:
+        self.state = State.CHOOSING_DECODE
+        excluded, resume = self._losses.excluded("decode"), self._answer.begun
+        if resume:
+            excluded |= self._losses.excluded("prefill")
+        ferried = self._leg.handle is not None
+        out.append(NeedPod("decode", excluded, self._compat_hash, ferried=ferried, resume=resume))
+
     def _open_prefill(self, pod: str, now: float, out: list[Effect]) -> None:
         self.state = State.PREFILLING
         self._prefill_pod = pod
-        self._phase_until = min(self._deadline_at, now + self._prefill_share_s)
-        self._open_leg("prefill", pod, self._phase_until, now, out)
+        self._until = min(self._deadline_at, now + self._prefill_share_s)
+        self._open_leg("prefill", pod, self._until, now, out)
 
     def _open_decode(self, now: float, out: list[Effect]) -> None:
-        self.state = State.DECODING
+        self.state = State.STREAMING if self._answer.sent else State.DECODING
         self._decode_pod = self._decode_choice
-        self._decode_legs += 1
         self._open_leg("decode", self._decode_choice, self._deadline_at, now, out)
 
     def _decode_alone(self, now: float, out: list[Effect]) -> None:
         """No prefill pod did it: decode computes the prompt as well, and is booked for it."""
         self._release("decode", out)
-        self._book("decode", self._decode_choice, out)
-        self._open_decode(now, out)
+        self._begin_on(None, self._decode_choice, now, out)
 
     def _open_leg(self, kind: Kind, pod: str, until: float, now: float, out: list[Effect]) -> None:
+        answer, decode = self._answer, kind == "decode"
+        answer.leg_begins()
         leg = msgspec.structs.replace(
             self._leg,
-            attempt=self._attempts,
+            attempt=self._attempts.begin(kind, pod, now),
             deadline_ms=max(1, int(1000 * (until - now))),
-            choices=self.choices(),
-            cached_tokens=self._cached_tokens,
-            recompute=self._recompute if kind == "decode" else "",
-            handle=self._leg.handle if kind == "decode" else None,
+            choices=answer.given.states(),
+            cached_tokens=answer.cached_tokens,
+            recompute=answer.recompute if decode else "",
+            handle=self._leg.handle if decode else None,
+            format=msgspec.structs.replace(self._leg.format, role_sent=answer.sent),
+            resumed=", ".join(self._losses.causes) if decode else "",
+            compat_hash=self._compat_hash,
         )
-        self._attempts += 1
-        self._leg = msgspec.structs.replace(self._leg, choices=leg.choices)
-        self._open = (kind, pod)
-        self._last_frame_at = now
         out.append(OpenLeg(kind, pod, leg))
 
     # ---- frames ------------------------------------------------------------------------------------------------
 
     def _frames(self, event: LegFrames, now: float, out: list[Effect]) -> None:
-        if self._is_open(event.attempt) and event.frames:
-            self._last_frame_at = now
+        if self._attempts.is_open(event.attempt) and event.frames:
+            self._attempts.heard(now)
         for frame in event.frames:
-            if not self._is_open(event.attempt):
+            if not self._attempts.is_open(event.attempt):
                 return  # a leg that was given up, or has said all
             if self.state is State.PREFILLING:
                 self._prefill_frame(frame, now, out)
@@ -263,9 +265,6 @@ class RequestFlow:
             case Alive():
                 pass
             case Prefilled():
-                if len(frame.first) != len(self._emitted):
-                    self._leg_failed("protocol", now, out)
-                    return
                 self._prefilled(frame, now, out)
             case Fail():
                 self._fail_frame(frame, now, out)
@@ -273,16 +272,14 @@ class RequestFlow:
                 self._leg_failed("protocol", now, out)
 
     def _prefilled(self, frame: Prefilled, now: float, out: list[Effect]) -> None:
-        assert self._open is not None
-        attempt, (_, pod) = self._attempts - 1, self._open
-        for ids, first in zip(self._emitted, frame.first, strict=True):
-            ids.append(first)
-        self._cached_tokens = frame.cached_tokens
+        if not self._answer.prefilled(frame):
+            self._leg_failed("protocol", now, out)
+            return
+        leg = self._open_attempt()
         self._leg = msgspec.structs.replace(self._leg, handle=frame.handle)
         if frame.handle is not None:
-            self._lease = (attempt, pod)
-        self._open = None
-        out.append(FinishLeg(attempt))
+            self._lease = (leg.number, leg.pod)
+        self._attempts.finish(out)
         self._release("prefill", out)
         self._open_decode(now, out)
 
@@ -290,9 +287,13 @@ class RequestFlow:
         if self.state is State.ENDING:
             self._leg_failed("protocol", now, out)  # whatever follows `End`
             return
+        if not isinstance(frame, Fail):
+            self._losses.alive()
         match frame:
             case Alive():
-                self._send(self._held, 0, out)  # a second has passed: the client may know that its answer has begun
+                self._sent(self._answer.alive(out))
+            case Begun():
+                self._answer.prompt_is_there(frame.cached_tokens, frame.recomputed)
             case Tokens():
                 self._tokens(frame, now, out)
             case End():
@@ -304,119 +305,137 @@ class RequestFlow:
 
     def _fail_frame(self, frame: Fail, now: float, out: list[Effect]) -> None:
         """The pod has ended the leg itself and told why."""
-        if frame.kind == "invalid":
-            self._finish_open(out)
+        if frame.kind == "invalid" and not self._answer.begun:
+            self._attempts.finish(out)
             self._fail(failures.invalid(frame.message, frame.param), now, out)
         else:
             self._leg_failed(FAILED_AS[frame.kind], now, out, ended=True)
 
     def _tokens(self, frame: Tokens, now: float, out: list[Effect]) -> None:
-        if not 0 <= frame.choice < len(self._emitted) or (frame.data and not self.stream):
+        answer = self._answer
+        if not answer.acceptable(frame) or not answer.given.take(frame.choice, frame.ids, frame.chars):
             self._leg_failed("protocol", now, out)
             return
-        if len(self._emitted[frame.choice]) + len(frame.ids) > self._leg.sampling.max_tokens:
-            self._leg_failed("protocol", now, out)
-            return
-        self._emitted[frame.choice] += frame.ids
-        self._chars[frame.choice] += frame.chars
-        if not self._sent and not frame.ids and not frame.chars:
-            self._held += frame.data
-            return
-        self._first_token(now, out)
-        self._send(self._held + frame.data, len(frame.ids), out)
-
-    def _send(self, data: bytes, tokens: int, out: list[Effect]) -> None:
-        if data:
-            self._held = b""
-            self._sent = True
-            self.state = State.STREAMING
-            out.append(Send(data, self._planned_path(), tokens))
-
-    def _first_token(self, now: float, out: list[Effect]) -> None:
-        if self._first_token_at is None:
-            self._first_token_at = now
-            out.append(Computed("decode", self._decode_choice))
+        if frame.ids:
+            self._computed(out)
+            self._open_attempt().gained = True
+            self._losses.gained()
+        self._sent(answer.tokens(frame, now, out))
 
     def _end_frame(self, frame: End, now: float, out: list[Effect]) -> None:
-        # An end that counts other tokens than came is that of a cut or of another answer.
-        if len(frame.finish) != len(self._emitted) or frame.completion_tokens != sum(map(len, self._emitted)):
+        if not self._answer.ends(frame, now, out):
             self._leg_failed("protocol", now, out)
             return
-        self._first_token(now, out)
-        self._end = frame
-        self._phase_until = now + self._limits.end_grace_s
+        self._computed(out)
+        self._until = now + self._limits.end_grace_s
         self.state = State.ENDING
+
+    def _computed(self, out: list[Effect]) -> None:
+        leg = self._open_attempt()
+        if not leg.computed:
+            leg.computed = True
+            out.append(Computed("decode", leg.pod))
+
+    def _sent(self, sent: bool) -> None:
+        if sent:
+            self._open_attempt().sent = True
+            self.state = State.STREAMING
 
     # ---- a leg's end -------------------------------------------------------------------------------------------
 
     def _closed(self, event: LegClosed, now: float, out: list[Effect]) -> None:
-        if not self._is_open(event.attempt):
+        if not self._attempts.is_open(event.attempt):
             return
-        if event.cause == "invalid":
-            self._finish_open(out)
+        if event.cause == "invalid" and not self._answer.begun:
+            self._attempts.finish(out)
             self._fail(failures.invalid(event.message, event.param), now, out)
         elif self.state is State.ENDING and event.cause != "garbage":
             self._finish(now, out)  # `End` came whole; how the stream closed behind it says nothing more
         else:
-            self._leg_failed(CLOSED_AS[event.cause], now, out, ended=event.cause in NEVER_TAKEN)
+            ended, taken = event.cause in NEVER_TAKEN, event.cause != "refused"
+            self._leg_failed(CLOSED_AS[event.cause], now, out, ended=ended, taken=taken)
 
-    def _leg_failed(self, how: Fault, now: float, out: list[Effect], *, ended: bool = False) -> None:
-        """The open leg is given up: another pod, another way, or the end. ``ended``: its pod works on it no more."""
-        assert self._open is not None
-        kind, pod = self._open
+    def _leg_failed(
+        self, how: Fault, now: float, out: list[Effect], *, ended: bool = False, taken: bool = True
+    ) -> None:
+        """The open leg is given up: another pod, another way, or the end.
+
+        Args:
+            ended: its pod works on it no more.
+            taken: its pod had begun it.
+        """
+        leg = self._open_attempt()
         if ended:
-            self._finish_open(out)
+            self._attempts.finish(out)
         else:
-            self._abort_open(out)
-        self._failed[kind].add(pod)
+            self._attempts.abort(out)
+        self._losses.add(leg.kind, leg.pod, how, taken=taken, gained=leg.gained, now=now)
         if how not in NO_FAULT_OF_THE_POD:
-            out.append(PodFailed(pod, kind, how))
-        self._release(kind, out)
-        if kind == "prefill":
+            out.append(PodFailed(leg.pod, leg.kind, how))
+        self._release(leg.kind, out)
+        if leg.kind == "prefill":
             self._after_prefill_failed(how, now, out)
+        elif how == "deadline":
+            self._fail(failures.DEADLINE, now, out)
+        elif how == "protocol" and leg.sent:
+            self._give_up("protocol", failures.ENGINE_PROTOCOL, now, out)
         else:
-            self._after_decode_failed(how, now, out)
+            if how == "protocol":
+                self._answer.rewind()
+            if leg.gained:
+                self._drop_handle(out)
+            self._after_decode_failed(how, now, out, lost=taken and (how in LOST or leg.gained))
 
     def _after_prefill_failed(self, how: Fault, now: float, out: list[Effect]) -> None:
-        self._recompute = recompute_reason(how)
+        self._answer.recompute = recompute_reason(how)
+        reason = self._losses.why_give_up(patient=True)
         if now >= self._deadline_at:
             self._fail(failures.DEADLINE, now, out)
-        elif self._prefill_retried:
+        elif reason is not None:
+            self._give_up(reason, LEG_FAILURES[how], now, out)
+        elif self._prefill_retried or self._answer.begun:
             self._decode_alone(now, out)
         else:
             self._prefill_retried = True
             self.state = State.CHOOSING_PREFILL
             # The decode pod is never its own prefill pod.
-            out.append(NeedPod("prefill", frozenset(self._failed["prefill"] | {self._decode_choice})))
+            excluded = self._losses.excluded("prefill") | {self._decode_choice}
+            out.append(NeedPod("prefill", excluded, self._compat_hash))
 
-    def _after_decode_failed(self, how: Fault, now: float, out: list[Effect]) -> None:
-        error = DECODE_FAILURES[how]
-        again = how != "deadline" and not self._sent and self._decode_legs < self._limits.decode_attempts
-        if not again:
-            self._fail(error, now, out)
-            return
-        # The last reason is told, but a full service is told as such.
-        if self._decode_legs == 1 or error is failures.BUSY:
-            self._decode_error = error
-        self._end = None
-        self._held = b""
-        if how == "protocol":
-            # What such a pod said is worth nothing, and the client has none of it: back to where its leg began.
-            self._emitted = [list(choice.emitted) for choice in self._leg.choices]
-            self._chars = [choice.chars_sent for choice in self._leg.choices]
-        self.state = State.CHOOSING_DECODE
-        out.append(NeedPod("decode", frozenset(self._failed["decode"])))
+    def _after_decode_failed(self, how: Fault, now: float, out: list[Effect], *, lost: bool) -> None:
+        """``lost``: the pod had the leg, and something of it."""
+        if self._answer.leg_lost(how, lost=lost):
+            self._losses.causes.append(how)
+        reason: GaveUp | None = "memory" if not self._answer.given.kept else None
+        reason = reason or self._losses.why_give_up(patient=self._patient())
+        if reason is None:
+            self._choose_decode(out)
+        else:
+            self._give_up(reason, LEG_FAILURES[how], now, out)
+
+    def _patient(self) -> bool:
+        """Whether there is an answer to be saved, so that it is worth while to wait for a pod."""
+        return self._answer.begun or (self._answer.given.tokens > 0 and self._losses.error is not failures.BUSY)
+
+    def _drop_handle(self, out: list[Effect]) -> None:
+        """Decode has made use of the handle, or has not: the next leg does not need it."""
+        if self._lease is not None:
+            out.append(AbortLeg(*self._lease))
+        self._lease = None
+        self._leg = msgspec.structs.replace(self._leg, handle=None)
 
     def _tick(self, event: Tick, now: float, out: list[Effect]) -> None:
-        if self.state is State.ENDING and now >= self._phase_until:
-            self._finish(now, out)
+        stalls_at = self._attempts.stalls_at()
+        if self.state is State.ENDING:
+            if now >= self._until:
+                self._finish(now, out)
         elif now >= self._deadline_at:
             self._fail(failures.DEADLINE, now, out)
-        elif self._open is None or self.state is State.ENDING:
-            pass
-        elif now >= self._last_frame_at + self._limits.stall_timeout_s:
+        elif self.state is State.WAITING and now >= self._until:
+            self._choose_decode(out)
+        elif stalls_at is not None and now >= stalls_at:
             self._leg_failed("stalled", now, out)
-        elif self.state is State.PREFILLING and now >= self._phase_until:
+        elif self.state is State.PREFILLING and now >= self._until:
             self._leg_failed("deadline", now, out)
 
     # ---- the one outcome ---------------------------------------------------------------------------------------
@@ -432,48 +451,42 @@ class RequestFlow:
         self._finish(now, out)  # `End` came whole, as when the stream behind it breaks off
 
     def _finish(self, now: float, out: list[Effect]) -> None:
-        assert self._end is not None
-        self._finish_open(out)
+        self._attempts.finish(out)
         self._release("decode", out)
-        if self._lease is not None and self._end.recomputed:
+        if self._lease is not None and self._answer.end is not None and self._answer.end.recomputed:
             out.append(AbortLeg(*self._lease))  # a handle that was refused unread was given up to nobody
         self._lease = None  # decode has read it
-        path = self._planned_path() if self.stream else self._final_path()
-        out.append(FinishAnswer(self._held + self._end.data, path, self.stream))
+        self._answer.finish(out)
         self._record("ok", now, out)
 
-    def _fail(self, failure: Failure, now: float, out: list[Effect]) -> None:
+    def _give_up(self, reason: GaveUp, failure: Failure, now: float, out: list[Effect]) -> None:
+        """No further pod is tried."""
+        self._fail(failures.BARREN if reason == "barren" else failure, now, out, gave_up=reason)
+
+    def _fail(self, failure: Failure, now: float, out: list[Effect], gave_up: GaveUp | None = None) -> None:
         self._stop(out)
-        out.append(FailAnswer(failure, in_band=self._sent))
-        self._record(failure.outcome, now, out)
+        self._answer.fail(failure, out)
+        self._record(failure.outcome, now, out, gave_up=gave_up)
 
     def _stop(self, out: list[Effect]) -> None:
         """Leave nothing behind at any pod."""
-        self._abort_open(out)
+        self._attempts.abort(out)
         if self._lease is not None:
-            attempt, pod = self._lease
+            out.append(AbortLeg(*self._lease))
             self._lease = None
-            out.append(AbortLeg(attempt, pod))
         for kind in tuple(self._booked):
             self._release(kind, out)
 
-    def _record(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
+    def _record(self, outcome: Outcome, now: float, out: list[Effect], gave_up: GaveUp | None = None) -> None:
         self.state = State.DONE
-        end = self._end if outcome == "ok" else None
         out.append(
-            Record(
-                outcome=outcome,
-                path=self._final_path(),
-                prefill_pod=self._prefill_pod,
-                decode_pod=self._decode_pod,
-                prompt_tokens=len(self._leg.prompt_ids),
-                completion_tokens=sum(map(len, self._emitted)) if end is None else end.completion_tokens,
-                cached_tokens=self._cached_tokens if end is None else end.cached_tokens,
-                recomputed=self._recomputed(),
-                accepted_at=self._accepted_at,
-                first_token_at=self._first_token_at,
-                ended_at=now,
-                legs=self._attempts,
+            self._answer.record(
+                outcome,
+                now,
+                pods=(self._prefill_pod, self._decode_pod),
+                legs=self._attempts.opened,
+                resumed=tuple(self._losses.causes),
+                gave_up=gave_up,
             )
         )
 
@@ -482,18 +495,9 @@ class RequestFlow:
     def _ignore(self, event: Event, now: float, out: list[Effect]) -> None:
         """Late news of a leg or a client that no longer matters."""
 
-    def _is_open(self, attempt: int) -> bool:
-        return self._open is not None and attempt == self._attempts - 1
-
-    def _abort_open(self, out: list[Effect]) -> None:
-        if self._open is not None:
-            out.append(AbortLeg(self._attempts - 1, self._open[1]))
-            self._open = None
-
-    def _finish_open(self, out: list[Effect]) -> None:
-        if self._open is not None:
-            out.append(FinishLeg(self._attempts - 1))
-            self._open = None
+    def _open_attempt(self) -> Attempt:
+        assert self._attempts.open is not None
+        return self._attempts.open
 
     def _book(self, kind: Kind, pod: str, out: list[Effect], *, computes: bool = True) -> None:
         assert kind not in self._booked
@@ -505,15 +509,6 @@ class RequestFlow:
         if pod is not None:
             out.append(Release(kind, pod))
 
-    def _planned_path(self) -> Path:
-        return "aggregated" if self._recompute else self._path
-
-    def _recomputed(self) -> str:
-        return self._recompute or (self._end.recomputed if self._end is not None else "")
-
-    def _final_path(self) -> Path:
-        return "recomputed" if self._recomputed() else self._path
-
 
 # Takes the flow, the one kind of event of its column, the time and the effects so far.
 _Method = Callable[..., None]
@@ -523,31 +518,19 @@ def _table() -> dict[tuple[State, type[Event]], _Method | None]:
     """Each state and event: the method that handles it; ``None`` where it cannot happen."""
     flow = RequestFlow
     events = (Start, PodChosen, LegFrames, LegClosed, ClientGone, Stopping, Tick)
+    late = (flow._ignore, flow._ignore)
+    leg = (flow._frames, flow._closed)
+    end = (flow._gone, flow._stopped, flow._tick)
     rows: dict[State, tuple[_Method | None, ...]] = {
-        State.NEW: (flow._start, None, None, None, flow._gone, flow._stopped, flow._tick),
-        State.PREFILLING: (None, None, flow._frames, flow._closed, flow._gone, flow._stopped, flow._tick),
-        State.CHOOSING_PREFILL: (
-            None,
-            flow._prefill_chosen,
-            flow._ignore,
-            flow._ignore,
-            flow._gone,
-            flow._stopped,
-            flow._tick,
-        ),
-        State.CHOOSING_DECODE: (
-            None,
-            flow._decode_chosen,
-            flow._ignore,
-            flow._ignore,
-            flow._gone,
-            flow._stopped,
-            flow._tick,
-        ),
-        State.DECODING: (None, None, flow._frames, flow._closed, flow._gone, flow._stopped, flow._tick),
-        State.STREAMING: (None, None, flow._frames, flow._closed, flow._gone, flow._stopped, flow._tick),
-        State.ENDING: (None, None, flow._frames, flow._closed, flow._gone, flow._stopped_at_end, flow._tick),
-        State.DONE: (None, flow._ignore, flow._ignore, flow._ignore, flow._ignore, flow._ignore, flow._ignore),
+        State.NEW: (flow._start, None, None, None, *end),
+        State.PREFILLING: (None, None, *leg, *end),
+        State.CHOOSING_PREFILL: (None, flow._prefill_chosen, *late, *end),
+        State.CHOOSING_DECODE: (None, flow._decode_chosen, *late, *end),
+        State.WAITING: (None, None, *late, *end),
+        State.DECODING: (None, None, *leg, *end),
+        State.STREAMING: (None, None, *leg, *end),
+        State.ENDING: (None, None, *leg, flow._gone, flow._stopped_at_end, flow._tick),
+        State.DONE: (None, flow._ignore, *late, flow._ignore, flow._ignore, flow._ignore),
     }
     return {(state, event): method for state, row in rows.items() for event, method in zip(events, row, strict=True)}
 

@@ -9,6 +9,15 @@ from kvferry_wire.leg import Leg
 Kind = Literal["prefill", "decode"]
 Path = Literal["disaggregated", "aggregated", "recomputed"]
 
+# Why no further pod was tried for a request that failed.
+GaveUp = Literal[
+    "no_pod",  # none was left, in time
+    "barren",  # several pods in a row were lost without a token: the request may be what ends them
+    "losses",  # too many legs were lost
+    "protocol",  # what the client has may be wrong
+    "memory",  # too many ids to keep
+]
+
 # How a leg's connection ended without the flow having asked for it.
 CloseCause = Literal[
     "ended",  # the stream closed in order
@@ -31,18 +40,26 @@ Outcome = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The pods that selection chose; no prefill pod means that decode does the whole job."""
+    """The pods that selection chose; no prefill pod means that decode does the whole job.
+
+    ``compat_hash`` is theirs: the answer is never computed on pods of another one.
+    """
 
     prefill: str | None
     decode: str
+    compat_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PodChosen:
-    """The answer to ``NeedPod``; ``None`` when no other pod can take the leg."""
+    """The answer to ``NeedPod``; ``None`` when no other pod can take the leg.
+
+    ``prefill``: with a decode pod, that this one computes the prompt for it.
+    """
 
     kind: Kind
     pod: str | None
+    prefill: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +130,17 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class NeedPod:
-    """Select another pod, none of ``excluded``, and answer with ``PodChosen``."""
+    """Select another pod, none of ``excluded`` and of this ``compat_hash``, and answer with ``PodChosen``.
+
+    ``ferried``: the prompt's KV waits for it at a prefill pod. ``resume``: it goes on with an answer, which counts
+    against the router's resumes; if nothing is ferried, a prefill pod may be chosen with a decode pod.
+    """
 
     kind: Kind
     excluded: frozenset[str]
+    compat_hash: str = ""
+    ferried: bool = False
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +172,14 @@ class PodFailed:
     pod: str
     kind: Kind
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Another leg goes on with the answer: how the one before was lost, and for how long nothing came."""
+
+    cause: str
+    gap_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +224,8 @@ class Record:
     first_token_at: float | None
     ended_at: float
     legs: int
+    resumed: tuple[str, ...] = ()  # how decode legs that had begun the answer were lost
+    gave_up: GaveUp | None = None
 
 
 Effect = (
@@ -203,6 +237,7 @@ Effect = (
     | FinishLeg
     | AbortLeg
     | PodFailed
+    | Resumed
     | Send
     | FinishAnswer
     | FailAnswer

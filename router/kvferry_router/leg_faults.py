@@ -16,10 +16,12 @@ CLOSED_AS: dict[CloseCause, Fault] = {
     "garbage": "protocol",
     "busy": "busy",
     "draining": "draining",
+    "invalid": "failed",  # of a request that another pod has taken
     "failed": "failed",
 }
 # By what the pod said.
 FAILED_AS: dict[FailKind, Fault] = {
+    "invalid": "failed",  # of a request that another pod has taken
     "busy": "busy",
     "draining": "draining",
     "deadline": "deadline",
@@ -28,8 +30,8 @@ FAILED_AS: dict[FailKind, Fault] = {
 }
 # Refused by status: there is nothing at the pod to abort.
 NEVER_TAKEN: frozenset[CloseCause] = frozenset({"busy", "draining", "invalid"})
-# What the client is told when decode failed like this and no other pod is left.
-DECODE_FAILURES: dict[Fault, Failure] = {
+# What the client is told when a leg failed like this and no other pod is left.
+LEG_FAILURES: dict[Fault, Failure] = {
     "busy": failures.BUSY,
     "draining": failures.NO_CAPACITY,
     "dead": failures.ENGINE_LOST,
@@ -40,6 +42,8 @@ DECODE_FAILURES: dict[Fault, Failure] = {
 }
 # A healthy pod may have these.
 NO_FAULT_OF_THE_POD: frozenset[Fault] = frozenset({"busy", "draining", "deadline"})
+# The pod had the leg, and lost it.
+LOST: frozenset[Fault] = frozenset({"dead", "stalled", "protocol", "failed"})
 
 
 def recompute_reason(fault: Fault) -> str:

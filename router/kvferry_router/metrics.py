@@ -45,6 +45,19 @@ class RouterMetrics:
         self.pod_failures = metrics.counter(
             registry, "router_leg_failures", "Legs that ended as no healthy pod's does.", ("kind", "reason")
         )
+        self.resumes = metrics.counter(
+            registry, "router_resumes", "Answers that another leg went on with, by how one was lost.", ("cause",)
+        )
+        self.resume_gap = metrics.histogram(
+            registry,
+            "router_resume_gap_seconds",
+            "From what came last of an answer to what the leg that goes on with it gave first.",
+            metrics.FIRST_TOKEN_BUCKETS,
+        )
+        self.gave_up = metrics.counter(
+            registry, "router_gave_up", "Requests that failed, by why no further pod was tried.", ("reason",)
+        )
+        self.resume_ids: Gauge = metrics.gauge(registry, "router_resume_ids", "Ids of running answers that are kept.")
         self.aborts = metrics.counter(registry, "router_aborts", "Legs aborted by name.", ("confirmed",))
         self.rejoins = metrics.counter(
             registry, "router_state_rejoins", "State streams joined again, by reason.", ("reason",)

@@ -5,11 +5,12 @@ No I/O: ``discovery.watch`` feeds it, the proxy asks it. For one event loop's th
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from kvferry_router.bookings import Bookings
 from kvferry_router.discovery.pod_table import PodRecord, PodTable
 from kvferry_router.explain import DecisionLog
-from kvferry_router.flow_messages import Kind
+from kvferry_router.flow_messages import Kind, NeedPod
 from kvferry_router.index.feed import FeedEffect, FetchSnapshot, Forget, Remove, Replace, Store
 from kvferry_router.index.prefix_index import PrefixIndex
 from kvferry_router.select.candidates import Ask, Candidate
@@ -84,13 +85,14 @@ class PodPool:
         self.decisions.add(decision)
         return decision
 
-    def choose_again(self, ask: Ask, hashes: Hashes, now: float, *, kind: Kind, beside: str | None) -> Decision:
-        """Select another pod for a leg that failed; ``beside`` is the pod whose KV it must be able to use."""
-        other = None if beside is None else self.table.get(beside)
-        compat = None if other is None or other.info is None else other.info.compat_hash
-        decision = choose_again(
-            ask, self.candidates(hashes, now), self._policy, self._rng, kind=kind, compat_hash=compat
-        )
+    def choose_again(self, ask: Ask, hashes: Hashes, now: float, need: NeedPod) -> Decision:
+        """Select for a leg that failed: another pod of its kind, or a new start for an answer that has begun."""
+        ask = replace(ask, excluded=need.excluded, compat_hash=need.compat_hash)
+        candidates = self.candidates(hashes, now)
+        if need.resume and not need.ferried:
+            decision = replace(choose(ask, candidates, self._policy, self._rng), reason="resume")
+        else:
+            decision = choose_again(ask, candidates, self._policy, self._rng, kind=need.kind, ferried=need.ferried)
         self.decisions.add(decision)
         return decision
 

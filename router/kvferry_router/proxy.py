@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -28,11 +28,13 @@ from kvferry_router.flow_messages import (
     PodFailed,
     Record,
     Release,
+    Resumed,
     Send,
     Start,
     Stopping,
     Tick,
 )
+from kvferry_router.given import IdBudget
 from kvferry_router.legs import run_leg
 from kvferry_router.metrics import RouterMetrics
 from kvferry_router.output import ClientStalledError, Output
@@ -83,6 +85,7 @@ class Proxy:
     metrics: RouterMetrics
     limits: Limits
     background: Background
+    id_budget: IdBudget
 
 
 class RequestRun:
@@ -104,7 +107,9 @@ class RequestRun:
         self._hashes = hashes
         self._leg = leg
         self._loop = asyncio.get_running_loop()
-        self._flow = RequestFlow(leg, proxy.limits, deadline_s=deadline_s, accepted_at=accepted_at)
+        self._flow = RequestFlow(
+            leg, proxy.limits, deadline_s=deadline_s, accepted_at=accepted_at, budget=proxy.id_budget
+        )
         self._output = Output(request, proxy.limits)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._events: deque[Event] = deque()
@@ -122,7 +127,7 @@ class RequestRun:
         assert decision.decode is not None
         self._note(decision)
         try:
-            self._deliver(Start(decision.prefill, decision.decode))
+            self._deliver(Start(decision.prefill, decision.decode, decision.compat_hash))
             return await self._output.answer()
         except ClientStalledError:
             self._deliver(ClientGone(stalled=True))
@@ -208,6 +213,8 @@ class RequestRun:
                 self._events.append(self._choose(effect))
             case PodFailed():
                 self._pod_failed(effect)
+            case Resumed():
+                self._resumed(effect)
             case FinishAnswer() | FailAnswer():
                 self._output.finish(effect)
             case Record():
@@ -283,11 +290,11 @@ class RequestRun:
         pool.bookings.book(self._key(effect.kind), effect.pod, prefill_tokens=tokens, decode_blocks=blocks)
 
     def _choose(self, effect: NeedPod) -> PodChosen:
-        ask = replace(self._ask, excluded=effect.excluded)
-        beside = self._flow.booked().get("decode") if effect.kind == "prefill" else self._flow.lease_pod()
-        decision = self._proxy.pool.choose_again(ask, self._hashes, self._loop.time(), kind=effect.kind, beside=beside)
+        decision = self._proxy.pool.choose_again(self._ask, self._hashes, self._loop.time(), effect)
         self._note(decision)
-        return PodChosen(effect.kind, decision.prefill if effect.kind == "prefill" else decision.decode)
+        if effect.kind == "prefill":
+            return PodChosen("prefill", decision.prefill)
+        return PodChosen("decode", decision.decode, decision.prefill)
 
     def _note(self, decision: Decision) -> None:
         self._proxy.metrics.decisions.labels(decision.reason).inc()
@@ -302,6 +309,10 @@ class RequestRun:
             record.suspected(f"a {effect.kind} leg found it {effect.reason}")
             self._proxy.watch.nudge(effect.pod)
 
+    def _resumed(self, effect: Resumed) -> None:
+        self._proxy.metrics.resumes.labels(effect.cause).inc()
+        self._proxy.metrics.resume_gap.observe(effect.gap_s)
+
     def _record(self, record: Record) -> None:
         metrics = self._proxy.metrics
         metrics.requests.labels(record.outcome, record.path).inc()
@@ -312,6 +323,8 @@ class RequestRun:
             metrics.first_token.observe(first)
         if record.recomputed:
             metrics.recomputes.labels(metrics.recompute_reason.value(record.recomputed)).inc()
+        if record.gave_up:
+            metrics.gave_up.labels(record.gave_up).inc()
         _log.info(
             "request",
             extra=logs.fields(
@@ -324,6 +337,8 @@ class RequestRun:
                 cached_tokens=record.cached_tokens,
                 recomputed=record.recomputed or None,
                 legs=record.legs,
+                resumed=", ".join(record.resumed) or None,
+                gave_up=record.gave_up,
                 ttft_ms=None if first is None else round(1000 * first, 1),
                 duration_ms=round(1000 * (record.ended_at - record.accepted_at), 1),
             ),

@@ -54,6 +54,7 @@ class AnswerWriter:
         self._format = leg.format
         self._form: AnswerForm = answer_form(leg.format)
         self._prompt_tokens = len(leg.prompt_ids)
+        self._resumed = leg.resumed
         self._role_due = leg.format.stream and not leg.format.role_sent
         self._ended = False
         # A completion continues its prompt; a chat answer is a text of its own.
@@ -129,7 +130,9 @@ class AnswerWriter:
 
         Args:
             cached_tokens: of the prompt, for usage.
-            recomputed: the reason, if KV was to be ferried and was computed again; a stream tells it in a comment.
+            recomputed: the reason, if KV was to be ferried and was computed again.
+
+        A stream tells in comments what happened on its way.
         """
         if self._ended:
             raise ValueError("the answer has ended")
@@ -139,13 +142,15 @@ class AnswerWriter:
         self._ended = True
         completion = sum(choice.tokens for choice in self._choices)
         usage = Usage.of(prompt=self._prompt_tokens, completion=completion, cached=cached_tokens)
+        told = (("recomputed", recomputed), ("resumed", self._resumed))
+        notes = [f"{what}: {how}" for what, how in told if how]
         late = b""
         if self._format.stream:
             late = self.opening() + b"".join(
                 self._form.text(index, text) for index, c in enumerate(self._choices) if (text := c.take_pending())
             )
         return End(
-            data=late + self._form.end(self._choices, usage, recomputed),
+            data=late + self._form.end(self._choices, usage, notes),
             finish=tuple(str(choice.finish) for choice in self._choices),
             completion_tokens=completion,
             cached_tokens=cached_tokens,

@@ -12,13 +12,13 @@ from kvferry_wire.leg import AnswerFormat
 
 
 class AnswerForm(Protocol):
-    """Bytes for the parts of an answer; those that are not streamed have no role and text parts."""
+    """Bytes for the parts of an answer; those that are not streamed have no role, no text parts and no notes."""
 
     def role(self, index: int) -> bytes: ...
 
     def text(self, index: int, text: str) -> bytes: ...
 
-    def end(self, choices: Sequence[ChoiceText], usage: Usage, recomputed: str) -> bytes: ...
+    def end(self, choices: Sequence[ChoiceText], usage: Usage, notes: Sequence[str]) -> bytes: ...
 
 
 def answer_form(answer: AnswerFormat) -> AnswerForm:
@@ -40,7 +40,7 @@ class WholeForm:
     def text(self, index: int, text: str) -> bytes:
         return b""
 
-    def end(self, choices: Sequence[ChoiceText], usage: Usage, recomputed: str) -> bytes:
+    def end(self, choices: Sequence[ChoiceText], usage: Usage, notes: Sequence[str]) -> bytes:
         make = self._chat if self._answer.kind == "chat" else self._completion
         return sse.document(make(choices, usage))
 
@@ -98,15 +98,14 @@ class _StreamForm:
             self._text_events[index] = TextEvent(self._chunk((self._text_choice(index, TextEvent.PLACE),)))
         return self._text_events[index].with_text(text)
 
-    def end(self, choices: Sequence[ChoiceText], usage: Usage, recomputed: str) -> bytes:
+    def end(self, choices: Sequence[ChoiceText], usage: Usage, notes: Sequence[str]) -> bytes:
         parts = [
             self._event((self._finish_choice(index, _finish(choice), choice.stop_reason),))
             for index, choice in enumerate(choices)
         ]
         if self._answer.include_usage:
             parts.append(self._event((), usage))
-        if recomputed:
-            parts.append(sse.comment(f"kvferry recomputed: {recomputed}"))
+        parts += [sse.comment(f"kvferry {note}") for note in notes]
         return b"".join([*parts, sse.DONE])
 
     def _event(self, choices: tuple[Any, ...], usage: Usage | None = None) -> bytes:

@@ -7,6 +7,7 @@ does no I/O, so that the router, the engine, the tools and the simulation read o
 ``PROTOCOL_VERSION`` history:
 
 1. Leg, frames, KV handle, KV control, tcp reads, state stream.
+2. A leg goes on with an answer: frame `Begun`; a leg names its compat hash and how earlier ones were lost.
 """
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2

@@ -16,7 +16,7 @@ FailKind = Literal[
     "busy",  # a queue is full or leases hold their share: try another pod, else 429
     "deadline",  # the request's time is up
     "cancelled",  # aborted by name or by a tombstone
-    "draining",  # this pod takes nothing new: it is drained, or its engine starts again
+    "draining",  # this pod does not take the leg: it is drained, its engine starts again, or it is another model's
     "internal",  # the engine failed
 ]
 
@@ -36,6 +36,13 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     ids: tuple[int, ...]
     data: bytes
     chars: int = 0  # characters of the choice's text in `data`
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
+    """Before the first ids of a generate leg: where the prompt's KV came from, as `End` will tell it."""
+
+    cached_tokens: int
+    recomputed: str = ""
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
@@ -68,7 +75,7 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
     param: str | None = None
 
 
-Frame = Prefilled | Tokens | Alive | Handoff | End | Fail
+Frame = Prefilled | Begun | Tokens | Alive | Handoff | End | Fail
 
 _HEAD = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()

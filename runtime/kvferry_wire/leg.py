@@ -57,6 +57,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0  # of the first prefill, for usage
     handle: KVHandle | None = None
     recompute: str = ""  # why the prefill pod was not asked or failed: shown in the final path and counted
+    resumed: str = ""  # how earlier decode legs of this answer were lost; a stream tells it in a comment
+    compat_hash: str = ""  # of the pods that this answer may be computed on; another one refuses the leg
 
     def __repr__(self) -> str:
         return (

@@ -27,6 +27,9 @@ LIMITS = Limits(
     queue_wait_s=0.3,
     connect_timeout_s=0.5,
     stop_grace_s=0.2,
+    resume_wait_s=0.6,
+    resume_pause_s=0.02,
+    resume_longest_pause_s=0.1,
 )
 
 

@@ -88,6 +88,7 @@ class ScriptedPod:
         self.compat = compat
         self.incarnation = bytes(16)
         self.ready = True
+        self.gone_after_fault = False  # not ready from its next fault on
         self.reply_delay_s = 0.0  # of probes
         self.model = MODEL
         self.bundle = bundle or TOY_BUNDLE
@@ -326,6 +327,8 @@ class ScriptedPod:
 
     async def _faulty(self, script: Script, good: Frame | None) -> AsyncIterator[Frame | bytes | str]:
         whole = encode_frame(good or Alive(step=1))
+        if script.fault is not None and self.gone_after_fault:
+            self.ready = False
         match script.fault:
             case None:
                 assert good is not None

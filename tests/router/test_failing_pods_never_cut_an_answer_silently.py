@@ -20,6 +20,8 @@ STREAM_FAULTS = tuple(
 )
 # What a decode leg may do without prefill's ever noticing.
 DECODE_ONLY = ("foreign_choice", "duplicate_end", "tokens_after_end", "lying_end", "drop_tokens", "no_end")
+# A pod that does this is not believed: what the client has may be wrong.
+PROTOCOL = ("garbage", "oversize", "foreign_choice", "duplicate_end", "tokens_after_end", "lying_end", "drop_tokens")
 # The leg is over at the pod by its own word: no abort goes there.
 OVER_AT_THE_POD = ("busy", "draining", "internal", "invalid", "http_429", "http_422")
 CLIENT_FAULTS = ("invalid", "http_422")
@@ -148,14 +150,14 @@ async def test_decode_failure_before_the_first_byte_goes_to_another_pod(
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_only_decode_pod_failing_before_a_byte_is_a_real_status(
+async def test_only_decode_pod_failing_before_a_token_is_a_real_status(
     tmp_path: Path, fault: Fault, stream: bool
 ) -> None:
     """No other pod: an OpenAI-shaped error with its status; Retry-After where trying again makes sense."""
-    if stream and fault in ("duplicate_end", "tokens_after_end", "lying_end", "drop_tokens"):
+    if fault in ("duplicate_end", "tokens_after_end", "lying_end", "drop_tokens"):
         return
     p, d = make_pods("d1")
-    d.default["decode"] = Script(fault=fault, after=0 if stream else 3)
+    d.default["decode"] = Script(fault=fault)
     async with running(tmp_path, p, d, flags=("--disaggregate", "never")) as router:
         async with router.complete(PROMPT, stream=stream) as response:
             error = (await response.json())["error"]
@@ -170,12 +172,14 @@ async def test_only_decode_pod_failing_before_a_byte_is_a_real_status(
 
 
 @pytest.mark.parametrize("fault", STREAM_FAULTS)
-async def test_decode_failure_in_mid_stream_is_an_error_event_and_a_cut_connection(
+async def test_stream_whose_last_decode_pod_is_lost_ends_in_an_error_event_and_a_cut_connection(
     tmp_path: Path, fault: Fault
 ) -> None:
     """What came is an exact prefix; then one error event; no [DONE], no clean end of the HTTP body."""
     p, d = make_pods("d1")
-    d.default["decode"] = Script(fault=fault, after=5, pause_s=0.005)  # tokens come before the fault does
+    d.gone_after_fault = True
+    d.default["decode"] = Script(fault=fault)
+    d.scripts["decode"].append(Script(fault=fault, after=5, pause_s=0.005))  # tokens come before the fault does
     async with running(tmp_path, p, d) as router:
         async with router.complete(PROMPT, stream=True) as response:
             body, broken = await read_all(response)
@@ -191,7 +195,7 @@ async def test_decode_failure_in_mid_stream_is_an_error_event_and_a_cut_connecti
         if fault in OVER_AT_THE_POD:
             assert d.aborts == []
         else:
-            await d.wait_for(lambda: len(d.aborts) == 1)
+            await d.wait_for(lambda: len(d.aborts) >= 1)
             assert (d.aborts[0].internal_id, d.aborts[0].attempt) == (p.aborts[0].internal_id, 1)
         await assert_idle(router, p, d)
 
@@ -200,7 +204,9 @@ async def test_decode_failure_in_mid_stream_is_an_error_event_and_a_cut_connecti
 async def test_official_client_raises_on_a_stream_that_failed(tmp_path: Path, fault: Fault) -> None:
     """openai-python does not mistake the prefix for an answer."""
     p, d = make_pods("d1")
-    d.default["decode"] = Script(fault=fault, after=5)
+    d.gone_after_fault = True
+    d.default["decode"] = Script(fault=fault)
+    d.scripts["decode"].append(Script(fault=fault, after=5))
     async with running(tmp_path, p, d) as router:
         client = openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)
         async with client:
@@ -208,33 +214,6 @@ async def test_official_client_raises_on_a_stream_that_failed(tmp_path: Path, fa
             with pytest.raises(openai.APIError):
                 async for _ in stream:
                     pass
-
-
-async def test_pod_that_dies_under_streams_fails_each_once_and_is_used_again(tmp_path: Path) -> None:
-    """Ten streams, the pod killed: ten error events. It comes back on its port: new requests work at once."""
-    p, d = make_pods("d1")
-    d.default["decode"] = Script(pause_s=0.02)
-    async with running(tmp_path, p, d) as router:
-
-        async def one() -> tuple[bytes, bool]:
-            async with router.complete(PROMPT, stream=True) as response:
-                return await read_all(response)
-
-        tasks = [asyncio.create_task(one()) for _ in range(10)]
-        await d.wait_for(lambda: d.running == 10)
-        await asyncio.sleep(0.05)
-        port = d.port
-        await d.stop()
-        for body, broken in await asyncio.gather(*tasks):
-            assert_error_only(body)
-            assert broken
-        await router.wait_ready(False)
-        d.incarnation = bytes([1]) * 16
-        await d.start(port)
-        await router.wait_ready()
-        async with router.complete(PROMPT) as response:
-            assert (await response.json())["choices"][0]["text"] == PROMPT
-        await assert_idle(router, p, d)
 
 
 async def test_load_count_survives_probes_and_resets(tmp_path: Path) -> None:

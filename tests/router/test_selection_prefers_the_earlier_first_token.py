@@ -1,6 +1,7 @@
 """Selection: cost decides, reasons are kept, and thresholds keep short and cached prompts on one pod."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,8 +161,8 @@ def test_equal_costs_are_spread_by_chance() -> None:
 def test_retry_leaves_the_failed_pod_out_and_keeps_the_pair_compatible() -> None:
     """The second choice excludes what failed and what could not read the first's KV."""
     pods = [make_pod("p1", "prefill"), make_pod("p2", "prefill", compat_hash="x"), make_pod("p3", "prefill")]
-    ask = make_ask(excluded=frozenset({"p1"}))
-    decision = choose_again(ask, pods, POLICY, RNG, kind="prefill", compat_hash="c")
+    ask = replace(make_ask(excluded=frozenset({"p1"})), compat_hash="c")
+    decision = choose_again(ask, pods, POLICY, RNG, kind="prefill", ferried=False)
     assert decision.prefill == "p3"
     assert set(decision.filtered["prefill"]) == {"p1", "p2"}
-    assert choose_again(ask, pods[:2], POLICY, RNG, kind="prefill", compat_hash="c").prefill is None
+    assert choose_again(ask, pods[:2], POLICY, RNG, kind="prefill", ferried=False).prefill is None

@@ -152,12 +152,12 @@ class Router:
         )
         served.flow = RequestFlow(leg, self.limits, deadline_s=request.deadline_s, accepted_at=served.accepted_at)
         served.timer = Timer(self.process, lambda: self._feed(served, messages.Tick()))
-        self._feed(served, messages.Start(decision.prefill, decision.decode))
+        self._feed(served, messages.Start(decision.prefill, decision.decode, decision.compat_hash))
 
-    def _ask(self, served: Served, excluded: frozenset[str] = frozenset()) -> Ask:
+    def _ask(self, served: Served, excluded: frozenset[str] = frozenset(), compat_hash: str = "") -> Ask:
         request = served.request
         growth = request.n * request.sampling.max_tokens
-        return Ask(request.name, len(request.prompt), growth, "text", excluded)
+        return Ask(request.name, len(request.prompt), growth, "text", excluded, compat_hash)
 
     def _candidates(self, served: Served) -> list[Candidate]:
         found = []
@@ -213,14 +213,17 @@ class Router:
                 self.bookings.computed((name, kind))
             case messages.Release(kind, _):
                 self.bookings.release((name, kind))
-            case messages.NeedPod(kind, excluded):
-                return messages.PodChosen(kind, self._choose_again(served, kind, excluded))
+            case messages.NeedPod():
+                return self._choose_again(served, effect)
             case messages.OpenLeg(kind, pod, leg):
                 self._open_leg(served, kind, pod, leg)
             case messages.FinishLeg():
                 pass  # the stream is left to close by itself
             case messages.AbortLeg(attempt, pod):
                 self._abort_leg(served, attempt, pod)
+            case messages.Resumed(cause, gap_s):
+                self.world.count(f"resumed_{cause}")
+                self.process.log(name, f"resumed after {cause}, {gap_s:.3f} s")
             case messages.PodFailed(pod, kind, reason):
                 self.world.count(f"{kind}_{reason}")
                 self.process.log(name, f"{kind} leg at {pod}: {reason}")
@@ -238,19 +241,19 @@ class Router:
                 self._leave(served)
         return None
 
-    def _choose_again(self, served: Served, kind: messages.Kind, excluded: frozenset[str]) -> str | None:
-        decision = choose_again(
-            self._ask(served, excluded),
-            self._candidates(served),
-            self._policy,
-            self._rng,
-            kind=kind,
-            compat_hash=COMPAT,
-        )
-        chosen = decision.prefill if kind == "prefill" else decision.decode
+    def _choose_again(self, served: Served, need: messages.NeedPod) -> messages.PodChosen:
+        ask = self._ask(served, need.excluded, need.compat_hash)
+        candidates = self._candidates(served)
+        if need.resume and not need.ferried:
+            decision = choose(ask, candidates, self._policy, self._rng)
+        else:
+            decision = choose_again(ask, candidates, self._policy, self._rng, kind=need.kind, ferried=need.ferried)
+        chosen = decision.prefill if need.kind == "prefill" else decision.decode
         self.world.count("legs_tried_again" if chosen else "no_other_pod")
-        self.process.log(served.request.name, f"another {kind} pod: {chosen}")
-        return chosen
+        self.process.log(served.request.name, f"another {need.kind} pod: {chosen} {decision.prefill}")
+        if need.kind == "prefill":
+            return messages.PodChosen("prefill", chosen)
+        return messages.PodChosen("decode", chosen, decision.prefill)
 
     # ---- legs
 

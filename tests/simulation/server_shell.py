@@ -13,7 +13,7 @@ from kvferry_runtime.core.messages import (
     Submit,
     TokensOut,
 )
-from kvferry_wire.frames import Alive, End, Fail, Frame, Prefilled, Tokens
+from kvferry_wire.frames import Alive, Begun, End, Fail, Frame, Prefilled, Tokens
 from kvferry_wire.leg import Leg
 from tests.simulation.answers import DONE, cut_at_stop, event, held_back, text_of
 from tests.simulation.links import Stream
@@ -45,6 +45,7 @@ class ServedLeg:
     writers: list[Writer] = field(default_factory=list)
     cached: int = 0
     recomputed: str = ""
+    begun: bool = False
 
 
 class ServerShell:
@@ -112,6 +113,9 @@ class ServerShell:
         if writer.finish is not None:
             return  # a stop string ended it before
         served.recomputed = served.recomputed or output.recomputed
+        if output.ids and not served.begun:
+            served.begun = True
+            self._send(served, Begun(cached_tokens=served.cached, recomputed=served.recomputed))
         writer.ids += output.ids
         writer.finish = output.finish
         self._write(served, output.choice, output.ids)

@@ -16,7 +16,9 @@ SEEDS = int(os.environ.get("KVFERRY_SIM_SEEDS", "500"))
 WORK_PER_100 = {
     "requests": 800,
     "client_ok": 600,
-    "client_engine_lost": 20,
+    "resumed_dead": 10,
+    "resumed_failed": 3,
+    "resumed_stalled": 15,
     "clients_left": 20,
     "transfers": 200,
     "transfers_failed": 40,

@@ -10,6 +10,7 @@ from hypothesis import given
 
 from kvferry_wire.frames import (
     Alive,
+    Begun,
     End,
     Fail,
     Frame,
@@ -25,6 +26,7 @@ from tests.wire.builders import KV_KEY, make_handle
 FRAMES: list[Frame] = [
     Prefilled(first=(1, 2), cached_tokens=16, handle=make_handle().signed(KV_KEY)),
     Prefilled(first=(), cached_tokens=0, handle=None),
+    Begun(cached_tokens=16, recomputed="mac"),
     Tokens(choice=0, ids=(5,), data=b"data: {}\n\n", chars=1),
     Tokens(choice=7, ids=(), data=b""),
     Alive(step=2**40),

@@ -16,6 +16,7 @@ class Ask:
     growth_tokens: int  # tokens that the answer is expected to add, over all choices
     text_digest: str  # of the bundle that the prompt was tokenized with
     excluded: frozenset[str] = frozenset()  # pods that failed on this request
+    compat_hash: str = ""  # of the pods that began the answer; empty while none has
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ def why_not(kind: Kind, pod: Candidate, ask: Ask) -> str:
         return "draining"
     if pod.text_digest != ask.text_digest:
         return "another tokenizer or chat template"
+    if ask.compat_hash not in ("", pod.compat_hash):
+        return "another model or layout of KV than the answer was begun with"
     if ask.prompt_tokens >= pod.max_model_len:
         return f"its context is {pod.max_model_len} tokens"
     if -(-ask.prompt_tokens // pod.block_size) > pod.total_blocks:

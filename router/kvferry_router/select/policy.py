@@ -21,6 +21,7 @@ Reason = Literal[
     "no_prefill",  # no prefill pod that the decode pod could read from
     "no_decode",  # nothing can answer
     "retry",  # another pod for a leg that failed
+    "resume",  # pods that go on with an answer
 ]
 
 
@@ -51,6 +52,7 @@ class Decision:
     prompt_tokens: int
     scores: dict[str, tuple[Score, ...]]  # "prefill", "decode", "alone"
     filtered: dict[str, dict[str, str]]  # "prefill", "decode" -> pod -> why not
+    compat_hash: str = ""  # of the chosen pods
 
 
 def choose(ask: Ask, candidates: Sequence[Candidate], policy: Policy, rng: random.Random) -> Decision:
@@ -60,12 +62,16 @@ def choose(ask: Ask, candidates: Sequence[Candidate], policy: Policy, rng: rando
     filtered = {"prefill": prefill_out, "decode": decode_out}
     alone = tuple(score_alone(pod, ask, policy.costs) for pod in decode_pool)
     scores: dict[str, tuple[Score, ...]] = {"alone": alone}
+    compat = {pod.name: pod.compat_hash for pod in candidates}
     best_alone = pick(alone, rng)
     if best_alone is None:
         return Decision(ask.internal_id, "no_decode", None, None, ask.prompt_tokens, scores, filtered)
 
+    def chosen(reason: Reason, prefill: str | None, decode: str) -> Decision:
+        return Decision(ask.internal_id, reason, prefill, decode, ask.prompt_tokens, scores, filtered, compat[decode])
+
     def alone_for(reason: Reason) -> Decision:
-        return Decision(ask.internal_id, reason, None, best_alone.pod, ask.prompt_tokens, scores, filtered)
+        return chosen(reason, None, best_alone.pod)
 
     alone_reason = _why_alone(ask, best_alone.terms["cached_tokens"], policy)
     if alone_reason is not None:
@@ -75,7 +81,7 @@ def choose(ask: Ask, candidates: Sequence[Candidate], policy: Policy, rng: rando
     pair = _best_pair(candidates, scores["prefill"], scores["decode"], rng)
     if pair is None:
         return alone_for("no_prefill")
-    return Decision(ask.internal_id, "split", pair[0], pair[1], ask.prompt_tokens, scores, filtered)
+    return chosen("split", *pair)
 
 
 def _why_alone(ask: Ask, cached: float, policy: Policy) -> Reason | None:
@@ -97,21 +103,13 @@ def choose_again(
     rng: random.Random,
     *,
     kind: Kind,
-    compat_hash: str | None,
+    ferried: bool,
 ) -> Decision:
-    """Choose another pod of one kind for a leg that failed.
-
-    Args:
-        compat_hash: what the pod must be equal to: that of the leg's other pod; ``None`` when there is none.
-    """
+    """Choose another pod of one kind for a leg that failed. ``ferried``: its prompt's KV waits at a prefill pod."""
     pool, out = _pool(kind, ask, candidates)
-    for pod in pool:
-        if compat_hash is not None and pod.compat_hash != compat_hash:
-            out[pod.name] = "its KV is not compatible"
-    pool = [pod for pod in pool if pod.name not in out]
     if kind == "prefill":
         scores = tuple(score_prefill(pod, ask, policy.costs) for pod in pool)
-    elif compat_hash is None:
+    elif not ferried:
         scores = tuple(score_alone(pod, ask, policy.costs) for pod in pool)
     else:
         scores = tuple(score_decode(pod, ask, policy.costs) for pod in pool)

@@ -19,7 +19,7 @@ from kvferry_runtime.server.metrics import LegClock, PodMetrics
 from kvferry_service import logs
 from kvferry_text.answer import AnswerWriter, Written
 from kvferry_text.bundle import TextTools
-from kvferry_wire.frames import Alive, End, Fail, Frame, Prefilled, Tokens
+from kvferry_wire.frames import Alive, Begun, End, Fail, Frame, Prefilled, Tokens
 from kvferry_wire.leg import AbortRequest, Leg
 from kvferry_wire.limits import Limits
 
@@ -140,6 +140,10 @@ class Legs:
         fault = leg_fault(leg, self._tools.bundle, self._limits)
         if fault is not None:
             return fault
+        ready = self._engine.info
+        if ready is not None and leg.compat_hash not in ("", ready.compat_hash):
+            # An address may be another pod's by now. Another one may serve it.
+            return Fail(kind="draining", message="This pod's model is not the one that the answer was begun with.")
         if self._engine.draining:
             return Fail(kind="draining", message="This pod takes nothing new.")
         if self._engine.running() >= self._most:
@@ -232,6 +236,7 @@ class _Answer:
         self._writer = writer
         self._engine = engine
         self._key = key
+        self._begun = False
         self._stopped: set[int] = set()  # choices that a stop string ended; the engine was told
         self._finished: set[int] = set()  # choices that the engine ended
         self.cached = leg.cached_tokens
@@ -257,13 +262,17 @@ class _Answer:
         # The engine repeats the end of choices that had ended on an earlier leg, and may not know of a stop string yet.
         if output.choice in self._writer.finished_choices():
             return []
+        frames: FrameGroup = []
+        if output.ids and not self._begun:
+            self._begun = True
+            frames.append(Begun(cached_tokens=self.cached, recomputed=self.recomputed))
         written = self._writer.push(output.choice, output.ids, output.finish, output.stop_token)
         if output.finish is not None:
             self._finished.add(output.choice)
         self._note_stop(output.choice, written)
-        if not written.ids and not written.data:
-            return []
-        return [Tokens(choice=output.choice, ids=written.ids, data=written.data, chars=written.chars)]
+        if written.ids or written.data:
+            frames.append(Tokens(choice=output.choice, ids=written.ids, data=written.data, chars=written.chars))
+        return frames
 
     def engine_knows(self) -> bool:
         """Whether the engine has ended the leg itself: every choice finished there."""

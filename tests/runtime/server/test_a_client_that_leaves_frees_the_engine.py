@@ -7,7 +7,7 @@ from contextlib import aclosing
 import aiohttp
 import pytest
 
-from kvferry_wire.frames import Prefilled, Tokens
+from kvferry_wire.frames import Begun, Prefilled, Tokens
 from tests.runtime.server.harness import (
     PodProcess,
     frame_stream,
@@ -46,7 +46,7 @@ async def test_while_it_streams(slow_pod: PodProcess) -> None:
     async with slow_pod.client() as client:
         async with aclosing(frame_stream(client, "generate", make_leg("a", sampling={"max_tokens": 900}))) as stream:
             for _ in range(3):
-                assert isinstance(await anext(stream), Tokens)
+                assert isinstance(await anext(stream), (Begun, Tokens))
         await freed_within(client, 1.0)
 
 

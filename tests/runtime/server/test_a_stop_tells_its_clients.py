@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry_wire.frames import End, Fail, Tokens
+from kvferry_wire.frames import Begun, End, Fail, Tokens
 from tests.runtime.server.harness import frame_stream, frames, kill, make_leg, running_pod
 
 pytestmark = pytest.mark.processes
@@ -20,7 +20,7 @@ async def test_running_answers_end_in_an_error_of_their_kind(tmp_path: Path) -> 
     with running_pod(tmp_path, model="toy:step_ms=20") as pod:
         async with pod.client() as client, asyncio.timeout(20):
             leg = frame_stream(client, "generate", make_leg("a", sampling={"max_tokens": 1000}))
-            assert isinstance(await anext(leg), Tokens)
+            assert isinstance(await anext(leg), (Begun, Tokens))
             whole = asyncio.create_task(client.post("/v1/completions", json=LONG))
             async with client.post("/v1/completions", json=LONG | {"stream": True}) as response:
                 text = (await response.content.readline()).decode()

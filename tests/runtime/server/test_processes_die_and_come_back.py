@@ -10,7 +10,7 @@ import aiohttp
 import psutil
 import pytest
 
-from kvferry_wire.frames import Alive, End, Fail, Tokens
+from kvferry_wire.frames import Alive, Begun, End, Fail, Tokens
 from tests.runtime.server.harness import alive, frame_stream, frames, kill, make_leg, running_pod, until, until_seen
 
 pytestmark = pytest.mark.processes
@@ -36,7 +36,7 @@ async def test_kill_9_of_the_engine(tmp_path: Path) -> None:
         before, server_pid = pod.ready(), pod.pid
         async with pod.client() as client:
             stream = frame_stream(client, "generate", make_leg("a", sampling={"max_tokens": 1000}))
-            assert isinstance(await anext(stream), Tokens)
+            assert isinstance(await anext(stream), (Begun, Tokens))
             body = {"model": "toy", "prompt": "hello", "max_tokens": 1000, "stream": True}
             async with client.post("/v1/completions", json=body) as response:
                 await response.content.readline()

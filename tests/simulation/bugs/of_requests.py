@@ -1,11 +1,15 @@
 """Bugs that give a token twice, lose one, end an answer falsely, or leave something of a request behind."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from kvferry_router import flow as router_flow
 from kvferry_router import flow_messages as router_messages
+from kvferry_router.attempts import Attempts
 from kvferry_router.flow import RequestFlow
 from kvferry_router.index.feed import StateFeed
 from kvferry_runtime.core.engine import EngineCore
@@ -60,13 +64,13 @@ def retried_leg_starts_from_the_prompt() -> Iterator[None]:
     """Another decode pod is not told of the tokens that were recorded already."""
 
     def make(real: Any) -> Any:
-        def open_leg(self: RequestFlow, kind: str, *rest: Any) -> None:
-            if kind == "decode" and self._decode_legs > 1:
-                emitted, self._emitted = self._emitted, [[] for _ in self._emitted]
-                real(self, kind, *rest)
-                self._emitted = emitted
-            else:
-                real(self, kind, *rest)
+        def open_leg(self: RequestFlow, kind: str, pod: str, until: float, now: float, out: list[Any]) -> None:
+            again = self._attempts.opened > 1
+            real(self, kind, pod, until, now, out)
+            if kind == "decode" and again:
+                leg = out[-1].leg
+                choices = tuple([msgspec.structs.replace(choice, emitted=()) for choice in leg.choices])
+                out[-1] = replace(out[-1], leg=msgspec.structs.replace(leg, choices=choices))
 
         return open_leg
 
@@ -77,7 +81,7 @@ def retried_leg_starts_from_the_prompt() -> Iterator[None]:
 @bug("late", "wrong_token", "false_end", "order")
 def frames_of_an_abandoned_leg_count() -> Iterator[None]:
     """What a leg says after the router gave it up is passed on beside its successor's answer."""
-    with patch.object(RequestFlow, "_is_open", lambda self, attempt: self._open is not None):
+    with patch.object(Attempts, "is_open", lambda self, number: self.open is not None):
         yield
 
 
@@ -90,14 +94,12 @@ def cut_stream_is_a_clean_end() -> Iterator[None]:
 
     def make(real: Any) -> Any:
         def closed(self: RequestFlow, event: router_messages.LegClosed, now: float, out: list[Any]) -> None:
-            if self._is_open(event.attempt) and self.state is router_flow.State.STREAMING:
-                finish = ("stop",) * len(self._emitted)
+            if self._attempts.is_open(event.attempt) and self.state is router_flow.State.STREAMING:
+                given = self._answer.given
+                finish = ("stop",) * len(given)
                 data = b"\x01[DONE]" + " ".join(finish).encode()
-                self._end_frame(
-                    End(data=data, finish=finish, completion_tokens=sum(map(len, self._emitted)), cached_tokens=0),
-                    now,
-                    out,
-                )
+                end = End(data=data, finish=finish, completion_tokens=given.tokens, cached_tokens=0)
+                self._end_frame(end, now, out)
             real(self, event, now, out)
 
         return closed
@@ -118,8 +120,8 @@ def abort_does_not_reach_prefill() -> Iterator[None]:
     def make(real: Any) -> Any:
         def stop(self: RequestFlow, out: list[Any]) -> None:
             self._lease = None
-            if self._open is not None and self._open[0] == "prefill":
-                self._open = None
+            if self._attempts.open is not None and self._attempts.open.kind == "prefill":
+                self._attempts.open = None
             real(self, out)
 
         return stop
@@ -128,13 +130,13 @@ def abort_does_not_reach_prefill() -> Iterator[None]:
         yield
 
 
-@bug("lossy", "leak")
+@bug("lossy", "leak", "BookingError")
 def bookings_outlive_failed_legs() -> Iterator[None]:
     """A leg that failed is counted on its pod for ever."""
 
     def make(real: Any) -> Any:
         def release(self: RequestFlow, kind: Any, out: list[Any]) -> None:
-            if kind == "decode" and self._failed["decode"]:
+            if kind == "decode" and self._losses.excluded("decode"):
                 self._booked.pop(kind, None)
             else:
                 real(self, kind, out)

@@ -1,15 +1,16 @@
-"""Golden bytes of protocol version 1. A change here is a change of the protocol: raise ``PROTOCOL_VERSION``."""
+"""Golden bytes of protocol version 2. A change here is a change of the protocol: raise ``PROTOCOL_VERSION``."""
 
 import pytest
 
 from kvferry_wire import PROTOCOL_VERSION, control, data, state
 from kvferry_wire.canonical import KeyExtras
-from kvferry_wire.frames import Alive, End, Fail, FrameDecoder, Handoff, Prefilled, Tokens, encode_frame
+from kvferry_wire.frames import Alive, Begun, End, Fail, FrameDecoder, Handoff, Prefilled, Tokens, encode_frame
 from tests.wire.builders import KV_KEY, make_handle, make_hello_body, make_ref
 from tests.wire.golden import GOLDEN
 
 MESSAGES = {
     "frame prefilled": encode_frame(Prefilled(first=(3,), cached_tokens=16, handle=make_handle().signed(KV_KEY))),
+    "frame begun": encode_frame(Begun(cached_tokens=16, recomputed="deadline")),
     "frame tokens": encode_frame(Tokens(choice=1, ids=(5, 70_000), data=b"data: x\n\n", chars=1)),
     "frame alive": encode_frame(Alive(step=300)),
     "frame handoff": encode_frame(Handoff(handle=make_handle())),
@@ -60,9 +61,9 @@ MESSAGES = {
 }
 
 
-def test_the_protocol_is_version_1() -> None:
+def test_the_protocol_is_version_2() -> None:
     """Raising the version means new golden bytes below, and a line of history in ``kvferry_wire``."""
-    assert PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 2
 
 
 @pytest.mark.parametrize("name", MESSAGES)
