@@ -1,8 +1,10 @@
 """``python -m kvferry_router``: one router process."""
 
 import asyncio
+import ipaddress
 import os
 import random
+import socket
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -56,7 +58,7 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
     )
     text = TextService(limits, config.model_name, keys.hash)
     background = Background()
-    listener = listen(config.host, config.port)
+    listeners = _listeners(config)
     try:
         async with PodClient(keys, limits) as client:
             watch = PodWatch(
@@ -89,11 +91,11 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
                 why_closed=_open_door if api_keys is None else api_keys.why_closed,
             )
             server = HttpServer(app.build(), limits, internal=False)
-            await server.start(listener)
+            await server.start(*listeners)
             tasks = [asyncio.create_task(watch.run(), name="watch")]
             if api_keys is not None:
                 tasks.append(asyncio.create_task(_reload(api_keys, metrics), name="api keys"))
-            port = listener.getsockname()[1]
+            port = listeners[0].getsockname()[1]
             _announce(config, port, keys, api_keys)
             try:
                 await _until_stopped(stop, tasks)
@@ -106,7 +108,8 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
                 await asyncio.gather(*tasks, return_exceptions=True)
     finally:
         text.close()
-        listener.close()
+        for listener in listeners:
+            listener.close()
     _log.info("stopped", extra=logs.fields(why=stop.why))
     return 0
 
@@ -120,6 +123,19 @@ async def _until_stopped(stop: run.StopSignal, tasks: Sequence[asyncio.Task[None
             task.result()
     finally:
         stopping.cancel()
+
+
+def _listeners(config: RouterConfig) -> list[socket.socket]:
+    """The address that is asked for; in a cluster the pod's loopback too, where ``kubectl port-forward`` arrives."""
+    listeners = [listen(config.host, config.port)]
+    anywhere = ipaddress.ip_address(config.host).is_unspecified if config.host != "localhost" else False
+    if config.services is not None and not anywhere and not is_loopback(config.host):
+        try:
+            listeners.append(listen("127.0.0.1", listeners[0].getsockname()[1]))
+        except OSError:
+            listeners[0].close()
+            raise
+    return listeners
 
 
 def _discovery(config: RouterConfig, limits: Limits, metrics: RouterMetrics) -> Discovery:

@@ -158,7 +158,7 @@ def _as_http_error(request: web.Request, error: Exception, translate: Translate 
 
 
 class HttpServer:
-    """An application on one listening socket."""
+    """An application on its listening sockets."""
 
     def __init__(self, app: web.Application, limits: Limits, *, internal: bool, close_s: float = _CLOSE_S) -> None:
         """``internal``: both ends are ours; a peer that acknowledges nothing is given up soon (TCP_USER_TIMEOUT)."""
@@ -177,10 +177,10 @@ class HttpServer:
             user_timeout_ms=int(2000 * limits.stall_timeout_s) if internal else 0,
             keepalive_s=_KEEPALIVE_S,
         )
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
-    async def start(self, listener: socket.socket) -> None:
-        """Serve on a bound socket (``listen``)."""
+    async def start(self, *listeners: socket.socket) -> None:
+        """Serve on bound sockets (``listen``)."""
         await self._runner.setup()
         manager = self._runner.server
         assert manager is not None  # set by setup()
@@ -189,12 +189,13 @@ class HttpServer:
         def protocol() -> HardenedProtocol:
             return HardenedProtocol(manager, loop, self._limits)
 
-        self._server = await loop.create_server(protocol, sock=listener, backlog=1024)
+        for listener in listeners:
+            self._servers.append(await loop.create_server(protocol, sock=listener, backlog=1024))
 
     async def close(self) -> None:
         """Accept nothing more, give running handlers ``close_s`` seconds, then cut."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         await self._runner.cleanup()
 
 
