@@ -166,8 +166,7 @@ start_forward() {
   local namespace=/run/netns/kvferry-docker port
   [ -n "$("$E2E_CLUSTER/docker.sh" env)" ] || return 0
   port=$(api_port)
-  setsid "$PYTHON" "$E2E_CLUSTER/forward.py" "$namespace" "$port" >"$HOME_FOLDER/forward.log" 2>&1 </dev/null &
-  echo $! >"$HOME_FOLDER/forward.pid"
+  start_daemon "$HOME_FOLDER/forward.log" "$HOME_FOLDER/forward.pid" "$PYTHON" "$E2E_CLUSTER/forward.py" "$namespace" "$port"
 }
 
 stop_forward() {

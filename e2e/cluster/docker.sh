@@ -74,14 +74,12 @@ start_private() {
   ip -n "$NETNS" link set lo up
   write_config
   if ! pid_of containerd >/dev/null; then
-    setsid nsenter --net="/run/netns/$NETNS" unshare --mount --propagation slave \
-      containerd --config "$RUN/containerd.toml" >"$RUN/containerd.log" 2>&1 </dev/null 9>&- &
-    echo $! >"$RUN/containerd.pid"
+    start_daemon "$RUN/containerd.log" "$RUN/containerd.pid" \
+      nsenter --net="/run/netns/$NETNS" unshare --mount --propagation slave containerd --config "$RUN/containerd.toml"
   fi
   wait_until 30 "containerd" "$RUN/containerd.log" test -S "$RUN/containerd.sock" || exit 1
-  setsid nsenter --target "$(pid_of containerd)" --mount --net \
-    dockerd --config-file "$RUN/dockerd.json" >"$RUN/dockerd.log" 2>&1 </dev/null 9>&- &
-  echo $! >"$RUN/dockerd.pid"
+  start_daemon "$RUN/dockerd.log" "$RUN/dockerd.pid" \
+    nsenter --target "$(pid_of containerd)" --mount --net dockerd --config-file "$RUN/dockerd.json"
   wait_until 60 "dockerd" "$RUN/dockerd.log" private_docker || exit 1
 }
 

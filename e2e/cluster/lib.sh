@@ -30,6 +30,20 @@ wait_until() {
   done
 }
 
+# start_daemon LOG PIDFILE CMD...: a process that outlives this script and holds nothing of its caller, such as locks.
+start_daemon() {
+  local log=$1 pidfile=$2
+  shift 2
+  (
+    for fd in /proc/self/fd/*; do
+      fd=${fd##*/}
+      [ "$fd" -le 2 ] || [ "$fd" = 255 ] || eval "exec $fd>&-" # 255 is bash's own, closed for programs
+    done
+    exec setsid "$@" >"$log" 2>&1 </dev/null
+  ) &
+  echo $! >"$pidfile"
+}
+
 # Whether all these commands exist; prints those that do not.
 missing() {
   local command absent=()

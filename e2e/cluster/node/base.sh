@@ -78,5 +78,11 @@ kinds_files
 programs
 units
 plain_machine
-tar -C "$ROOT" --numeric-owner -c . | docker import --change 'ENV container=docker' --change 'STOPSIGNAL SIGRTMIN+3' \
-  --change 'ENTRYPOINT ["/usr/local/bin/entrypoint", "/sbin/init"]' - "$IMAGE" >/dev/null
+tar -C "$ROOT" --numeric-owner -c . | docker import - "$IMAGE-root" >/dev/null
+# `docker import` cannot set the signal that systemd ends on. The builder of old needs no plugin and no registry.
+DOCKER_BUILDKIT=0 docker build --quiet --tag "$IMAGE" - >/dev/null 2>"$WORK/build.log" <<D || die 1 "docker could not build; see $WORK/build.log"
+FROM $IMAGE-root
+ENV container=docker
+STOPSIGNAL SIGRTMIN+3
+ENTRYPOINT ["/usr/local/bin/entrypoint", "/sbin/init"]
+D
