@@ -16,7 +16,7 @@ class ExitCode(enum.IntEnum):
 class UserError(Exception):
     """Ends a command with a message on standard error and an exit code, without a traceback."""
 
-    def __init__(self, message: str, code: ExitCode = ExitCode.FAILED, *, located: bool = False) -> None:
+    def __init__(self, message: str, code: int = ExitCode.FAILED, *, located: bool = False) -> None:
         """``located``: each line of the message names its file and is shown as it is."""
         super().__init__(message)
         self.code = code

@@ -117,5 +117,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     api_list_bytes: int = 32 * 2**20
     api_event_bytes: int = 4 * 2**20
 
+    # Fetching a model
+    fetch_s: float = 6 * 3600.0  # the whole of it
+    fetch_connect_s: float = 10.0
+    fetch_stall_s: float = 60.0  # no byte for this long: the connection is given up, the transfer goes on with another
+    fetch_tries: int = 6  # in a row without a byte more
+    fetch_wait_s: float = 30.0  # between two of them, at most; also what a server may ask for
+    fetch_parallel: int = 4  # files at a time
+    fetch_bytes: int = 4 * 2**40  # of one model
+    fetch_text_bytes: int = 64 * 2**20  # of one of its small files
+    fetch_files: int = 1024
+    fetch_listing: int = 10_000  # names that a store may list
+    fetch_redirects: int = 5
+    fetch_lock_s: float = 1800.0  # while another process of the machine fetches the same model
+
 
 DEFAULT_LIMITS = Limits()

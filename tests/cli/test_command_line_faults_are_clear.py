@@ -103,7 +103,7 @@ def test_a_model_that_is_not_there_is_told_before_anything_starts(
         (["model", "fetch", "image://registry/model:1"], 2, "model image://registry/model:1: needs a cluster"),
         (["model", "fetch", "pvc://claim/inside"], 2, "model pvc://claim/inside: needs a cluster"),
         (["serve", "pvc://claim"], 2, "model pvc://claim: needs a cluster"),
-        (["model", "fetch", "org/name@main"], 1, "revisions cannot be fetched yet; leave out @main"),
+        (["model", "fetch", "org/name@main"], 12, "hf://org/name@main: HF_HUB_OFFLINE is set"),
     ],
 )
 def test_wrong_use_ends_with_its_code(
@@ -124,7 +124,7 @@ def test_a_local_folder_is_checked_when_it_is_fetched(tmp_path: Path, capsys: py
     """What is here already needs no download, but must be a model."""
     (tmp_path / "model").mkdir()
     code, out, err = run(capsys, "model", "fetch", "./model")
-    assert (code, out) == (1, "")
+    assert (code, out) == (14, "")
     assert err.startswith(f"kvferry: {tmp_path / 'model'}: no model: ")
 
 

@@ -25,7 +25,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     event: Literal["ready", "ended"]
     failure: str = ""
-    code: ExitCode = ExitCode.FAILED
+    code: int = ExitCode.FAILED
     located: bool = False  # see `UserError`
 
 
@@ -40,7 +40,7 @@ class Reporter:
         """The service is ready for the first time: the waiting command returns."""
         self._send(Report(event="ready"))
 
-    def ended(self, failure: str, *, code: ExitCode = ExitCode.FAILED, located: bool = False) -> None:
+    def ended(self, failure: str, *, code: int = ExitCode.FAILED, located: bool = False) -> None:
         """The service has ended, or was never begun; the other arguments are those of ``UserError``."""
         self._send(Report(event="ended", failure=failure, code=code, located=located))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry_runtime.model.config import ModelConfig, RopeConfig, RopeType
 from kvferry_runtime.model.config_fields import Fields
-from kvferry_runtime.model.errors import ModelError
+from kvferry_runtime.model.errors import ModelError, RemoteCodeError
 
 _ARCHITECTURE = "LlamaForCausalLM"
 _ROPE_TYPES: dict[str, RopeType] = {"default": "default", "linear": "linear", "llama3": "llama3"}
@@ -26,7 +26,7 @@ def parse_hf_config(values: Mapping[str, Any], origin: str) -> ModelConfig:
     fields = Fields(origin, values)
     architectures = fields.get("architectures")
     if fields.get("auto_map") is not None:
-        raise ModelError(f"{origin}: auto_map: the model brings its own code, which is never run")
+        raise RemoteCodeError(f"{origin}: auto_map: the model brings its own code, which is never run")
     if architectures != [_ARCHITECTURE]:
         raise ModelError(f"{origin}: architectures is {architectures!r}; [{_ARCHITECTURE!r}] is accepted")
     fields.only("model_type", "llama")

@@ -6,3 +6,7 @@ class ModelError(Exception):
 
     The message names the file, the field or tensor, what was given and what is accepted.
     """
+
+
+class RemoteCodeError(ModelError):
+    """The model brings code of its own, which is never run."""

