@@ -70,6 +70,29 @@ def bound_socket(socket: "zmq.Socket[bytes]", max_message_bytes: int, high_water
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
+def bind_tcp(socket: "zmq.Socket[bytes]", host: str, port: int) -> int:
+    """Bind to an address of either family; port 0 takes a free one. Returns the port.
+
+    Raises:
+        zmq.ZMQError: the address cannot be bound.
+        OSError: as ``bound_port``.
+    """
+    socket.bind(_tcp(socket, host, port))
+    return bound_port(socket, port)
+
+
+def connect_tcp(socket: "zmq.Socket[bytes]", host: str, port: int) -> None:
+    """Connect to an address of either family. Raises ``zmq.ZMQError`` where it is none."""
+    socket.connect(_tcp(socket, host, port))
+
+
+def _tcp(socket: "zmq.Socket[bytes]", host: str, port: int) -> str:
+    if ":" not in host:
+        return f"tcp://{host}:{port}"
+    socket.setsockopt(zmq.IPV6, 1)
+    return f"tcp://[{host}]:{port}"
+
+
 def bound_port(socket: "zmq.Socket[bytes]", asked: int) -> int:
     """The TCP port of a socket's last ``bind``; ``asked`` is what it was bound to, 0 for any.
 

@@ -23,10 +23,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.http}{path}"
 
-    def state_address(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.state}"
-
     def same_pod(self, other: "Endpoint") -> bool:
         """Whether both name one pod at one place; what is held against it may differ."""
         return msgspec.structs.replace(self, withheld=other.withheld) == other

@@ -18,7 +18,7 @@ from kvferry_router.pod_client import PodAnswerError, PodClient
 from kvferry_router.pool import PodPool
 from kvferry_router.text_service import TextService
 from kvferry_service import logs
-from kvferry_service.curve import secure_client
+from kvferry_service.curve import connect_tcp, secure_client
 from kvferry_wire import state
 from kvferry_wire.limits import Limits
 
@@ -163,11 +163,12 @@ class PodWatch:
         socket = self._context.socket(zmq.SUB)
         fetches: set[asyncio.Task[None]] = set()
         try:
-            # Only options are set, which both kinds of socket take alike.
-            secure_client(cast("zmq.Socket[bytes]", socket), self._state_key, self._limits)
+            # Only options are set and an address is named, which both kinds of socket take alike.
+            plain = cast("zmq.Socket[bytes]", socket)
+            secure_client(plain, self._state_key, self._limits)
             socket.setsockopt(zmq.RCVHWM, self._limits.state_buffer)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
-            socket.connect(record.endpoint.state_address())
+            connect_tcp(plain, record.endpoint.host, record.endpoint.state)
             record.feed.start(loop.time())
             while True:
                 if await socket.poll(int(1000 * self._limits.load_interval_s)):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import zmq
 
-from kvferry_service.curve import Gate, bound_port, secure_server
+from kvferry_service.curve import Gate, bind_tcp, secure_server
 from kvferry_wire import state
 from kvferry_wire.limits import Limits
 from kvferry_wire.state import BlocksRemoved, BlocksStored, Load, Snapshot, StateEvent, StateMessage
@@ -72,9 +72,7 @@ class StatePublisher:
         self._socket.setsockopt(zmq.SNDHWM, limits.state_buffer)
         self.dropped = 0
         try:
-            self._socket.setsockopt(zmq.IPV6, int(":" in host))
-            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
-            self.port = bound_port(self._socket, port)
+            self.port = bind_tcp(self._socket, host, port)
         except OSError:
             self.close()
             raise

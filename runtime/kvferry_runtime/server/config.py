@@ -12,6 +12,7 @@ from kvferry_runtime.model.toy_spec import is_toy_name
 from kvferry_runtime.server.flags import (
     Flag,
     FlagError,
+    address,
     choice,
     help_text,
     number,
@@ -65,7 +66,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--model", text(), None, "a model folder, a .gguf file, or toy[:key=value,...]"),
     Flag("--served-name", text(), "", "the name that clients use; default: the last part of the model's path"),
     Flag("--role", choice("prefill", "decode", "both"), "both", "what the pod is for; a policy over one engine"),
-    Flag("--host", text(), "127.0.0.1", "address to listen on; without keys only a loopback one"),
+    Flag("--host", address(), "127.0.0.1", "address to listen on; without keys only a loopback one"),
     Flag("--advertise-host", text(), "", "address that handles name to other pods; default: --host"),
     Flag("--port", _PORT, 8000, "HTTP; 0 takes a free port"),
     Flag("--control-port", _PORT, 0, "KV control; 0 takes a free port; opened only with keys"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def text() -> Reader:
 
 def path() -> Reader:
     return Reader(lambda given: Path(given).expanduser() if given else text().read(given), "a path")
+
+
+def address() -> Reader:
+    """Nothing that a resolver would have to be asked for: sockets of ZMQ bind addresses only."""
+
+    def read(given: str) -> str:
+        return given if given == "localhost" else str(ip_address(given))
+
+    return Reader(read, "an IPv4 or IPv6 address or localhost")
 
 
 def choice(*names: str) -> Reader:

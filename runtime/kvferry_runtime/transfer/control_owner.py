@@ -55,11 +55,13 @@ class OwnerControl:
         curve.secure_server(self._socket, kv_key, "kv", limits)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.challenge_s * 1000))
         try:
-            self._socket.bind(f"tcp://{host}:{port}")
+            self.port = curve.bind_tcp(self._socket, host, port)
+        except OSError:
+            self._socket.close(0)
+            raise
         except zmq.ZMQError as error:
             self._socket.close(0)
             raise TransferError(f"control port: cannot listen on {host}:{port}: {error.strerror}") from error
-        self.port = curve.bound_port(self._socket, port)
         self._thread = threading.Thread(target=self._run, name="kv-control-owner", daemon=True)
 
     def start(self) -> None:

@@ -71,7 +71,7 @@ class PeerSockets:
         curve.secure_client(known, self._kv_key, self._limits)
         known.setsockopt(zmq.CONNECT_TIMEOUT, int(self._limits.connect_s * 1000))
         try:
-            known.connect(f"tcp://{peer.host}:{peer.control_port}")
+            curve.connect_tcp(known, peer.host, peer.control_port)
         except zmq.ZMQError:
             known.close(0)
             raise

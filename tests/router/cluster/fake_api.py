@@ -164,7 +164,7 @@ class FakeApi:
                     async with asyncio.timeout(min(left, self.bookmark_s)):
                         await changed.wait()
                     continue
-                if not self.mute:
+                if not self.mute and not changed.is_set():  # all up to here has been written
                     await self._write(response, "BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}})
             await response.write_eof()
         finally:

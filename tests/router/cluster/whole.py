@@ -11,11 +11,14 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import zmq
 
 from kvferry_router import __main__ as program
 from kvferry_router.config import RouterConfig, parse_config
+from kvferry_router.discovery import watch
 from kvferry_router.discovery.api_server import Access
 from kvferry_router.discovery.endpoints import Endpoint
+from kvferry_service.curve import connect_tcp
 from kvferry_wire.limits import Limits
 from tests.router.harness import LIMITS, Router, until
 from tests.router.scripted_pod import KEYS, MODEL, ScriptedPod
@@ -26,10 +29,17 @@ from .objects import DECODE, NAMESPACE, PREFILL, Object, make_endpoint, make_sli
 QUICK = {name: getattr(LIMITS, name) for name in LIMITS.__struct_fields__} | FAST
 
 
-def dial_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reach 127.0.0.1 in place of each pod's address."""
-    monkeypatch.setattr(Endpoint, "url", lambda self, path: f"http://127.0.0.1:{self.http}{path}")
-    monkeypatch.setattr(Endpoint, "state_address", lambda self: f"tcp://127.0.0.1:{self.state}")
+def dial_loopback(monkeypatch: pytest.MonkeyPatch, own: bool = False) -> None:
+    """Reach 127.0.0.1 in place of each pod's address; with ``own``, 127.77.0.x in place of 10.77.0.x."""
+
+    def dialled(host: str) -> str:
+        return host.replace("10.", "127.", 1) if own else "127.0.0.1"
+
+    def connect(socket: "zmq.Socket[bytes]", host: str, port: int) -> None:
+        connect_tcp(socket, dialled(host), port)
+
+    monkeypatch.setattr(Endpoint, "url", lambda self, path: f"http://{dialled(self.host)}:{self.http}{path}")
+    monkeypatch.setattr(watch, "connect_tcp", connect)
 
 
 def slice_of(pod: ScriptedPod, number: int, **conditions: bool) -> Object:
@@ -42,7 +52,7 @@ def slice_of(pod: ScriptedPod, number: int, **conditions: bool) -> Object:
     )
 
 
-def make_config(folder: Path, *flags: str) -> RouterConfig:
+def make_config(folder: Path, *flags: str, namespace: str = NAMESPACE) -> RouterConfig:
     keys = folder / "keys"
     keys.mkdir(mode=0o700, exist_ok=True)
     for name in ("http", "state", "hash"):
@@ -53,8 +63,8 @@ def make_config(folder: Path, *flags: str) -> RouterConfig:
     return parse_config(
         [
             *("--service-name", "demo", "--model-name", MODEL, "--keys-dir", str(keys), "--port", "0"),
-            f"--watch-prefill={NAMESPACE}/{PREFILL}",
-            f"--watch-decode={NAMESPACE}/{DECODE}",
+            f"--watch-prefill={namespace}/{PREFILL}",
+            f"--watch-decode={namespace}/{DECODE}",
             *("--ready-file", str(folder / "ready.json"), "--disaggregate-min-tokens", "4", *auth, *flags),
         ]
     )
@@ -62,18 +72,25 @@ def make_config(folder: Path, *flags: str) -> RouterConfig:
 
 @asynccontextmanager
 async def running(
-    folder: Path, access: Access, monkeypatch: pytest.MonkeyPatch, *flags: str, limits: Limits | None = None
+    folder: Path,
+    access: Access | None,
+    monkeypatch: pytest.MonkeyPatch,
+    *flags: str,
+    namespace: str = NAMESPACE,
+    own_addresses: bool = False,
 ) -> AsyncIterator[Router]:
-    """A router that asks this API server."""
-    dial_loopback(monkeypatch)
-    monkeypatch.setattr(program, "in_cluster", lambda _: access)
+    """A router that asks this API server; with ``None`` the one that the environment names, as in a pod."""
+    dial_loopback(monkeypatch, own_addresses)
+    if access is not None:
+        monkeypatch.setattr(program, "in_cluster", lambda _: access)
+    config = make_config(folder, *flags, namespace=namespace)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=20))
         )
         router = Router("", session, folder)
         ready = folder / "ready.json"
-        task = asyncio.create_task(program.serve(make_config(folder, *flags), router.stop, limits or Limits(**QUICK)))
+        task = asyncio.create_task(program.serve(config, router.stop, Limits(**QUICK)))
 
         async def started() -> bool:
             return ready.exists() or task.done()

@@ -48,7 +48,9 @@ class PodProcess:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.ready()['http']}"
+        ready = self.ready()
+        host = ready["host"]
+        return f"http://{f'[{host}]' if ':' in host else host}:{ready['http']}"
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[aiohttp.ClientSession]:
@@ -60,7 +62,7 @@ class PodProcess:
 
 @contextmanager
 def running_pod(
-    folder: Path, *flags: str, model: str = "toy", keys: Path | None = None, with_keys: bool = True
+    folder: Path, *flags: str, model: str = "toy", keys: Path | None = None, with_keys: bool = True, port: int = 0
 ) -> Iterator[PodProcess]:
     """Start a pod and wait until it is ready; afterwards stop it and check that nothing is left."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +70,7 @@ def running_pod(
         keys = folder / "keys"
         create_keys(keys)
     ready_file, log = folder / "ready.json", folder / "log"
-    argv = [sys.executable, "-m", "kvferry_runtime.server", "--model", model, "--port", "0", "--threads", "1"]
+    argv = [sys.executable, "-m", "kvferry_runtime.server", "--model", model, "--port", str(port), "--threads", "1"]
     argv += ["--ready-file", str(ready_file), *flags]
     if keys is not None:
         argv += ["--keys-dir", str(keys)]

@@ -74,7 +74,8 @@ class DataServer:
     def start(self) -> None:
         """Bind and serve. Raises `BackendError` when the address cannot be bound."""
         try:
-            self._listener = socket.create_server(self._address, backlog=128)
+            family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+            self._listener = socket.create_server(self._address, family=family, backlog=128)
         except OSError as error:
             host, port = self._address
             raise BackendError(f"data port: cannot listen on {host}:{port}: {error.strerror}") from error
