@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from kvferry_operator.shell.apply_text import apply_text
+
 Object = dict[str, Any]
 
 JSON = "application/json"
 MERGE = "application/merge-patch+json"
-# YAML holds JSON, but not its escapes of characters in two halves: these are sent as they are.
 APPLY = "application/apply-patch+yaml"
 TIMEOUT_S = 30.0
 
@@ -46,7 +47,7 @@ class KubeClient:
         """Status and body of the answer; bytes are sent as they are. Raises ``OSError`` where no server answers."""
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": content_type, "Accept": JSON}
         url = f"{path}?{urlencode(query)}" if query else path
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection = http.client.HTTPSConnection(self._host, context=self._ssl, timeout=TIMEOUT_S)
         try:
             connection.request(method, url, data, headers)
@@ -92,7 +93,8 @@ class KubeClient:
     def apply(self, wanted: Object, manager: str = "test", subresource: str = "", **query: str) -> Object:
         """Server-side apply with force."""
         asked = {"fieldManager": manager, "force": "true", **query}
-        return self.call("PATCH", self._path(wanted, subresource=subresource), wanted, content_type=APPLY, **asked)
+        path = self._path(wanted, subresource=subresource)
+        return self.call("PATCH", path, apply_text(wanted), content_type=APPLY, **asked)
 
     def patch(self, wanted: Object, body: Object, subresource: str = "", **query: str) -> Object:
         """JSON merge patch of the object that ``wanted`` names."""

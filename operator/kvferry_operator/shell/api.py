@@ -13,13 +13,16 @@ import aiohttp
 from kubernetes.aio.client import ApiClient
 
 from kvferry_operator.plan.manifests.meta import Object
+from kvferry_operator.shell.apply_text import apply_text
 from kvferry_operator.shell.kinds import Kind
 
 READ_S = 10.0
 WRITE_S = 10.0  # no longer than the fence stays open, which is less
 BODY_BYTES = 8 * 2**20  # of an answer
 MESSAGE_CHARS = 1000
-_APPLY, _MERGE, _JSON = "application/apply-patch+yaml", "application/merge-patch+json", "application/json"
+_MERGE, _JSON = "application/merge-patch+json", "application/json"
+# Named with its charset, the library takes the body as it is given.
+_APPLY = "application/apply-patch+yaml; charset=utf-8"
 
 
 class ApiError(Exception):
@@ -120,7 +123,7 @@ class KubeApi:
     async def apply(self, kind: Kind, body: Object, manager: str, sub: str = "") -> Object:
         metadata = body["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"], sub) + f"?fieldManager={manager}&force=true"
-        return await self._change("PATCH", kind, path, body, _APPLY)
+        return await self._change("PATCH", kind, path, apply_text(body), _APPLY)
 
     async def merge(self, kind: Kind, namespace: str, name: str, body: Object, manager: str) -> Object:
         path = kind.path(namespace, name) + f"?fieldManager={manager}"
@@ -146,7 +149,7 @@ class KubeApi:
 
     # ---- inside
 
-    async def _change(self, method: str, kind: Kind, path: str, body: Object, content: str = _JSON) -> Object:
+    async def _change(self, method: str, kind: Kind, path: str, body: Object | bytes, content: str = _JSON) -> Object:
         left = self._fence()
         if left <= 0:
             raise FencedError("the Lease is not held")
