@@ -1,5 +1,6 @@
 """A cluster, kvferry installed by its chart, and namespaces that enforce the Pod Security Standard "restricted"."""
 
+import json
 import os
 import subprocess
 import time
@@ -18,6 +19,7 @@ VALUES = Path(os.environ.get("E2E_VALUES", ROOT / "e2e" / "values-kind.yaml"))
 SYSTEM = "kvferry-e2e-system"
 WATCHED = ("kvferry-e2e", "kvferry-e2e-quota")
 HOW = 'make e2e makes one for the run; or: make cluster-up, eval "$(make -s cluster-env)"; or set KUBECONFIG'
+CRDS = "app.kubernetes.io/part-of=kvferry"
 INSTALL_S = 180.0
 
 
@@ -54,11 +56,18 @@ def cluster() -> Kubectl:
 @pytest.fixture(scope="session")
 def release(cluster: Kubectl) -> Iterator[str]:
     """kvferry, installed as a user would: the operator runs under the chart's ServiceAccount. Yields its namespace."""
+    others = [each for each in json.loads(helm("list", "--all-namespaces", "--output=json")) if _is_other(each)]
+    if others:
+        where = others[0]["namespace"]
+        pytest.exit(f"kvferry is installed here already: helm uninstall {others[0]['name']} -n {where}", returncode=1)
+    made_crds = not cluster.list("crd", CRDS)
     cluster.apply(*(restricted(name) for name in (SYSTEM, *WATCHED)))
     chosen = ["--namespace", SYSTEM, "--values", str(VALUES), "--set", f"watchNamespaces={{{','.join(WATCHED)}}}"]
     # Images may have been loaded anew under the same tag: pods of another run are of another template.
-    chosen += ["--set", f"settings.modelStorePorts={{443,8000}},podAnnotations.e2e-run={int(time.time())}"]
-    helm("upgrade", "--install", "kvferry", str(CHART), *chosen, "--wait", f"--timeout={INSTALL_S:g}s")
+    chosen += ["--set", "settings.modelStorePorts={443,8000}", "--set-string", f"podAnnotations.e2e-run={time.time()}"]
+    # CRDs outlive their release; those that one has left behind are taken over.
+    chosen += ["--take-ownership", "--wait", f"--timeout={INSTALL_S:g}s"]
+    helm("upgrade", "--install", "kvferry", str(CHART), *chosen)
     try:
         yield SYSTEM
     finally:
@@ -68,6 +77,13 @@ def release(cluster: Kubectl) -> Iterator[str]:
             helm("uninstall", "kvferry", "--namespace", SYSTEM, "--wait", f"--timeout={INSTALL_S:g}s")
             for name in (*WATCHED, SYSTEM):
                 cluster.delete("namespace", name, "--wait=true")
+            if made_crds:
+                cluster.run("delete", "crd", f"--selector={CRDS}")
+
+
+def _is_other(found: Object) -> bool:
+    chart: str = found["chart"]
+    return chart.startswith("kvferry-") and found["namespace"] != SYSTEM
 
 
 @pytest.fixture(scope="session")

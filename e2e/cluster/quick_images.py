@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE), *(str(ROOT / folder) for folder in ("operator", "rout
 from image_archive import write_image  # noqa: E402
 
 from kvferry_operator.plan.manifests.security import USER  # noqa: E402
-from kvferry_runtime.model.fetch import DEMO_MODELS  # noqa: E402
+from kvferry_runtime.model.fetch.demo import DEMO_MODELS  # noqa: E402
 
 TAG = "e2e"
 NAMES = ("kvferry/operator", "kvferry/router", "kvferry/runtime")
