@@ -20,7 +20,7 @@ from kvferry_router.tenants import salter
 from kvferry_router.text_service import TextService
 from kvferry_router.underway import Underway
 from kvferry_service import auth, logs
-from kvferry_service.errors import HttpError
+from kvferry_service.errors import HttpError, translator
 from kvferry_service.health import add_health_routes
 from kvferry_service.http_app import IDENTITY, REQUEST_ID, build_app, read_body
 from kvferry_service.metrics import add_metrics_route
@@ -74,7 +74,9 @@ class RouterApp:
         self._why_closed = why_closed
 
     def build(self) -> web.Application:
-        app = build_app(self._limits, self._authenticate, translate=_translate, open_routes=frozenset(self._open))
+        app = build_app(
+            self._limits, self._authenticate, translate=translator(ApiError), open_routes=frozenset(self._open)
+        )
         add_health_routes(app, live=lambda: "", ready=self.why_not_ready)
         add_metrics_route(app, self._proxy.metrics.registry)
         app.router.add_get("/v1/models", self._models)
@@ -253,19 +255,6 @@ class RouterApp:
                 raise as_api_error(failures.NO_CAPACITY)
             await asyncio.sleep(_POLL_S)
         return tools
-
-
-def _translate(error: Exception) -> HttpError | None:
-    if not isinstance(error, ApiError):
-        return None
-    return HttpError(
-        error.status,
-        error.message,
-        kind=error.type,
-        param=error.param,
-        code=error.code,
-        retry_after_s=error.retry_after,
-    )
 
 
 def _json(body: BaseModel) -> web.Response:

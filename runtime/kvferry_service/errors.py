@@ -1,6 +1,8 @@
 """Errors as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}``."""
 
 import json
+from collections.abc import Callable
+from typing import Protocol
 
 _TYPES = {
     400: "invalid_request_error",
@@ -53,3 +55,32 @@ class HttpError(Exception):
 
     def body(self) -> bytes:
         return error_body(self.status, self.message, kind=self.kind, param=self.param, code=self.code)
+
+
+class Answer(Protocol):
+    """What an exception of a layer that does not know this one must say of itself to become an answer."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    retry_after: int | None
+
+
+def translator(kind: type[Answer]) -> Callable[[Exception], HttpError | None]:
+    """Turns exceptions of a kind into what ``build_app`` answers with, and no others."""
+
+    def translate(error: Exception) -> HttpError | None:
+        if not isinstance(error, kind):
+            return None
+        return HttpError(
+            error.status,
+            error.message,
+            kind=error.type,
+            param=error.param,
+            code=error.code,
+            retry_after_s=error.retry_after,
+        )
+
+    return translate

@@ -1,10 +1,11 @@
 """Malformed, oversized and slow requests end in a clear refusal and disturb nobody."""
 
 import asyncio
+import json
 
 import pytest
 
-from kvferry_service.errors import HttpError
+from kvferry_service.errors import HttpError, translator
 from tests.service.support import TOKEN, error, make_limits, parse, raw, request, serving
 
 
@@ -110,6 +111,34 @@ async def test_an_error_of_a_layer_above_becomes_its_answer() -> None:
         answer = await raw(port, request("GET", "/fail"))
         assert error(answer)[0] == 429
         assert parse(answer)[1]["retry-after"] == "7"
+
+
+class Refusal(Exception):
+    """An exception of a layer that the service layer does not know."""
+
+    def __init__(self) -> None:
+        self.status, self.message, self.type = 422, "too odd", "odd_error"
+        self.param, self.code, self.retry_after = "field", "odd", 3
+
+
+def test_one_kind_of_exceptions_becomes_answers_with_all_that_they_say() -> None:
+    """Subclasses too; another kind is left alone, however alike it looks."""
+
+    class Alike(Exception):
+        status, message, type, param, code, retry_after = 400, "m", "t", None, None, None
+
+    class Special(Refusal):
+        pass
+
+    translate = translator(Refusal)
+    for refusal in (Refusal(), Special()):
+        made = translate(refusal)
+        assert made is not None
+        told = json.loads(made.body())["error"]
+        assert told == {"message": "too odd", "type": "odd_error", "param": "field", "code": "odd"}
+        assert (made.status, made.retry_after_s) == (422, 3)
+    assert translate(Alike()) is None
+    assert translate(KeyError()) is None
 
 
 async def test_a_client_that_leaves_cancels_its_handler() -> None:

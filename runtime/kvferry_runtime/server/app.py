@@ -21,7 +21,7 @@ from kvferry_runtime.server.pod import Pod
 from kvferry_runtime.server.routes_internal import add_internal_routes
 from kvferry_runtime.server.routes_openai import add_openai_routes
 from kvferry_service import auth, logs
-from kvferry_service.errors import HttpError
+from kvferry_service.errors import translator
 from kvferry_service.health import add_health_routes
 from kvferry_service.http_app import HttpServer, build_app, listen
 from kvferry_service.key_files import load_keys, secret_strings
@@ -132,26 +132,13 @@ class _Server:
 def build_pod_app(pod: Pod, keys: ServiceKeys | None) -> web.Application:
     """The routes of a pod. Without keys: ``/v1``, health and metrics, open, which the flags allow on loopback only."""
     authenticate = auth.anyone if keys is None else auth.bearer({keys.bearer(): "router"})
-    app = build_app(pod.config.limits, authenticate, translate=_translate)
+    app = build_app(pod.config.limits, authenticate, translate=translator(ApiError))
     add_health_routes(app, live=pod.engine.not_live, ready=pod.not_ready)
     add_metrics_route(app, pod.metrics.registry)
     add_openai_routes(app, pod)
     if keys is not None:
         add_internal_routes(app, pod)
     return app
-
-
-def _translate(error: Exception) -> HttpError | None:
-    if not isinstance(error, ApiError):
-        return None
-    return HttpError(
-        error.status,
-        error.message,
-        kind=error.type,
-        param=error.param,
-        code=error.code,
-        retry_after_s=error.retry_after,
-    )
 
 
 def _engine_config(config: ServerConfig, folder: ModelFolder, keys: ServiceKeys | None) -> EngineConfig:
