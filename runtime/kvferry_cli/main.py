@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from kvferry_cli.arguments import HelpFormatter
-from kvferry_cli.commands import chat, down, model, ps, serve, up
+from kvferry_cli.commands import bench, chat, down, model, ps, serve, up
 from kvferry_cli.errors import ExitCode, UserError
 
 DESCRIPTION = """\
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     version = f"kvferry {importlib.metadata.version('kvferry')}"
     parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    for command in (up, ps, down, serve, chat, model):
+    for command in (up, ps, down, serve, chat, model, bench):
         command.add_parser(commands)
     told = commands.add_parser("version", help="print the version", description="Print the version.")
     told.set_defaults(run=lambda _: print(version) or ExitCode.OK)

@@ -36,6 +36,7 @@ PROBE_STARTING_S = 0.15  # between probes of a pod that starts
 PROBE_RUNNING_S = 1.0
 FOLDER_CHECK_S = 1.0
 SHOWN_TAIL = 10
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HOPELESS_EXIT = 2  # our processes' status for arguments and files that cannot work
 
 
@@ -81,11 +82,16 @@ class Launcher:
         self._timer: asyncio.TimerHandle | None = None
         self._folder_timer: asyncio.TimerHandle | None = None
 
-    async def run(self) -> Outcome:
-        """Run until all pods have stopped."""
+    async def run(self, *, signals: bool = True) -> Outcome:
+        """Run until all pods have stopped. Cancelled, it kills what still runs.
+
+        Args:
+            signals: whether SIGINT, SIGTERM and SIGHUP stop the service; else the caller answers them.
+        """
         self._loop = asyncio.get_running_loop()
         self._done = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        self._signals = STOP_SIGNALS if signals else ()
+        for number in self._signals:
             self._loop.add_signal_handler(number, self._on_signal, number)
         try:
             self._perform(self._supervisor.start(self._loop.time()))
@@ -96,6 +102,10 @@ class Launcher:
         if self._crash is not None:
             raise self._crash
         return Outcome(failure=self._failure)
+
+    def stop(self) -> None:
+        """Stop in order, as the first signal does; ``run`` returns when all pods have stopped."""
+        self._perform(self._supervisor.stop(self._loop.time()))
 
     # ---- events ----
 
@@ -277,7 +287,7 @@ class Launcher:
             task.cancel()
         for process in self._processes.values():
             process.kill()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in self._signals:
             self._loop.remove_signal_handler(number)
         for log in self._logs.values():
             log.close()

@@ -23,6 +23,7 @@ class LocalPod(msgspec.Struct, frozen=True, kw_only=True):
     ports: dict[str, int]
     ready_path: str = "/readyz"
     ready_file: Path | None = None  # written by an engine at each of its starts
+    cores: tuple[int, ...] = ()  # that its processes may run on; empty: those of the launcher
 
 
 def render(

@@ -7,7 +7,8 @@ given to another process, so the signal reaches what it left behind and nobody e
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvferry_cli.local.identity import ProcessId, identify
@@ -41,14 +42,15 @@ class PodProcess:
         self._output, write_end = os.pipe()
         try:
             # From the main thread: the kernel's death signal follows the thread that starts a child.
-            self._child = spawn(
-                pod.argv,
-                env=environment(pod),
-                cwd=cwd,
-                stdout=write_end,
-                stderr=write_end,
-                new_session=True,
-            )
+            with _cores_of_children(pod.cores):
+                self._child = spawn(
+                    pod.argv,
+                    env=environment(pod),
+                    cwd=cwd,
+                    stdout=write_end,
+                    stderr=write_end,
+                    new_session=True,
+                )
         except BaseException:
             os.close(self._output)
             raise
@@ -135,6 +137,20 @@ class PodProcess:
             os.close(self._output)
             if self._buffer:
                 self._emit(self._buffer)
+
+
+@contextmanager
+def _cores_of_children(cores: tuple[int, ...]) -> Iterator[None]:
+    """What this thread starts meanwhile runs on these cores, and so do its descendants. Raises ``OSError``."""
+    if not cores:
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def describe_exit(code: int) -> str:

@@ -1,0 +1,1 @@
+"""`kvferry bench`: measures a manifest's service on this machine. What decides is pure."""
