@@ -27,8 +27,8 @@ from kvferry_router.pool import PodPool
 from kvferry_router.proxy import Background, Proxy
 from kvferry_router.tenants import KeyFileError, default_tenant
 from kvferry_router.text_service import TextService
+from kvferry_service import exits, logs, run
 from kvferry_service import key_files as service_keys
-from kvferry_service import logs, run
 from kvferry_service.http_app import HttpServer, is_loopback, listen
 from kvferry_service.metrics import make_registry
 from kvferry_service.parent import die_with_parent
@@ -198,12 +198,12 @@ def _write_ready(path: Path, content: dict[str, object]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the router; returns the exit status: 2 for what the caller must mend."""
+    """Run the router; returns the exit status, of ``kvferry_service.exits``."""
     try:
         config = parse_config(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         sys.stderr.write(f"kvferry_router: {error}\n")
-        return 2
+        return exits.UNUSABLE
     logs.configure("router", json_lines=config.log_json)
 
     async def body(stop: run.StopSignal) -> int:
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run.run(body)
     except (AccessError, service_keys.KeyFileError, KeyFileError, OSError, ValueError) as error:
         sys.stderr.write(f"kvferry_router: {error}\n")
-        return 2
+        return exits.exit_status(error)
 
 
 if __name__ == "__main__":

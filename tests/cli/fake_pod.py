@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+from kvferry_service.exits import exit_status
 from kvferry_service.parent import die_with_parent
 
 
@@ -41,7 +42,11 @@ def main() -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    try:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    except OSError as error:
+        print(f"port {args.port}: {error.strerror}", file=sys.stderr, flush=True)
+        sys.exit(exit_status(error))
 
     def stop(*_: object) -> None:
         if args.stop_log:

@@ -189,6 +189,44 @@ def test_a_pod_that_can_never_work_ends_the_service_with_its_last_lines(
     assert text.rstrip().endswith("    broken decode-1")
 
 
+@pytest.mark.parametrize("name", ["decode-0", "router"])
+def test_a_pod_whose_port_was_taken_listens_on_another(
+    launch: Callable[[dict[str, list[str]]], Run], name: str
+) -> None:
+    """Between the choice of a port and the bind somebody else may have it: the service starts all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        run = launch(TRIO | {name: [f"PORT={port}"]})
+        run.wait_ready()
+        record = run.record()
+        assert record is not None
+        ports = {pod.name: pod.ports["http"] for pod in record.pods}
+        assert ports[name] != port
+        text = run.output.read_text()
+        assert f"{name}: port {port} is in use by another process; http moves to {ports[name]}" in text
+        assert f"{name} ended: exit status 98" in text
+        wait_until(lambda: "all ready" in run.output.read_text(), "the news")
+        if name == "router":
+            assert record.endpoint == f"http://127.0.0.1:{ports[name]}"
+            assert f"all ready at {record.endpoint}" in run.output.read_text()
+        run.stop()
+
+
+def test_a_port_that_must_stay_is_tried_until_it_is_free(
+    launch: Callable[[dict[str, list[str]]], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service does not end for it, and says which port it is."""
+    monkeypatch.setenv("STAYS", "1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        run = launch(TRIO | {"router": [f"PORT={port}"]})
+        told = "router ended: exit status 98"
+        wait_until(lambda: run.output.read_text().count(told) >= 2, "two tries")
+        assert f"    port {port}: Address already in use" in run.output.read_text()
+    run.wait_ready()
+    run.stop()
+
+
 def test_a_lost_state_file_comes_back_and_a_lost_lock_stops_in_order(
     launch: Callable[[dict[str, list[str]]], Run], tmp_path: Path
 ) -> None:

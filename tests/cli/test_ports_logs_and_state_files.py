@@ -1,6 +1,7 @@
 """The small parts of local mode: ports, log files, the terminal, the state folder, process identity."""
 
 import io
+import json
 import os
 import socket
 import subprocess
@@ -14,10 +15,11 @@ from kvferry_cli.errors import UserError
 from kvferry_cli.local import registry
 from kvferry_cli.local.identity import ProcessId, identify, kill_trees, own_identity
 from kvferry_cli.local.logs import LogFile, Screen
-from kvferry_cli.local.pod import discovery, render
-from kvferry_cli.local.ports import allocate
+from kvferry_cli.local.pod import LocalPod, discovery, render
+from kvferry_cli.local.ports import PodPorts, allocate
 from kvferry_cli.local.probe import interpret
 from kvferry_cli.local.process import describe_exit
+from kvferry_cli.local.relocate import Relocator
 from kvferry_cli.local.service import prepare
 from kvferry_cli.local.state_dir import STATE_VERSION, PodRecord, ServiceRecord, StateDir
 from kvferry_cli.main import main
@@ -90,6 +92,42 @@ def test_port_0_takes_a_free_one(tmp_path: Path) -> None:
     first = allocate(make_plan(), tmp_path / "ports.json", 0)
     assert first["router"]["http"] > 0
     assert allocate(make_plan(), tmp_path / "ports.json", 0) == first
+
+
+def test_a_pod_that_moves_keeps_what_is_free_and_the_router_is_told(tmp_path: Path) -> None:
+    """Only the taken port changes, in the pod's arguments, in discovery and in what is kept for the next run."""
+    state, endpoint = StateDir(tmp_path), free_port()
+    made = make_plan()
+    ports = allocate(made, state.ports_file, endpoint)
+
+    def rendered(given: PodPorts) -> tuple[LocalPod, ...]:
+        return render(made, given, state, model="toy", api_keys_file=None, log_format="json")
+
+    relocator = Relocator(ports, state, rendered, fixed=endpoint)
+    before = ports["decode-0"]
+    with socket.create_server(("127.0.0.1", before["http"])):
+        moved = relocator.move("decode-0")
+    assert moved.ports["http"] not in {number for pod in ports.values() for number in pod.values()}
+    assert moved.ports | {"http": 0} == before | {"http": 0}
+    assert moved.argv[moved.argv.index("--port") + 1] == str(moved.ports["http"])
+    (found,) = [pod for pod in json.loads(state.pods_file.read_bytes())["pods"] if pod["name"] == "decode-0"]
+    assert found["http"] == moved.ports["http"]
+    assert allocate(made, state.ports_file, endpoint)["decode-0"] == moved.ports
+    assert relocator.move("decode-0").ports == moved.ports
+    with socket.create_server(("127.0.0.1", endpoint)):
+        assert relocator.move("router").ports == {"http": endpoint}
+
+
+def test_an_endpoint_that_nobody_chose_may_move(tmp_path: Path) -> None:
+    """With port 0 any free one will do."""
+    state, made = StateDir(tmp_path), make_plan()
+    ports = allocate(made, state.ports_file, 0)
+
+    def rendered(given: PodPorts) -> tuple[LocalPod, ...]:
+        return render(made, given, state, model="toy", api_keys_file=None, log_format="json")
+
+    with socket.create_server(("127.0.0.1", ports["router"]["http"])):
+        assert Relocator(ports, state, rendered, fixed=0).move("router").ports != ports["router"]
 
 
 def test_rendered_pods_name_their_files_and_the_router_gets_its_own_keys(tmp_path: Path) -> None:

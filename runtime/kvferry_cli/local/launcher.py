@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvferry_cli.errors import UserError
 from kvferry_cli.local.engine_restarts import EngineRestarts
 from kvferry_cli.local.logs import LogFile, Screen
 from kvferry_cli.local.pod import LocalPod
+from kvferry_cli.local.ports import endpoint_of
 from kvferry_cli.local.probe import probe
 from kvferry_cli.local.process import PodProcess
 from kvferry_cli.local.state_dir import PodRecord, ServiceRecord, StateDir
@@ -30,6 +32,7 @@ from kvferry_cli.local.supervisor import (
     Supervisor,
     Terminate,
 )
+from kvferry_service import exits
 
 PROBE_TIMEOUT_S = 3.0
 PROBE_STARTING_S = 0.15  # between probes of a pod that starts
@@ -37,7 +40,6 @@ PROBE_RUNNING_S = 1.0
 FOLDER_CHECK_S = 1.0
 SHOWN_TAIL = 10
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-HOPELESS_EXIT = 2  # our processes' status for arguments and files that cannot work
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +60,7 @@ class Launcher:
         policy: Policy,
         *,
         on_ready: Callable[[], None],
+        move: Callable[[str], LocalPod] | None = None,
     ) -> None:
         """
         Args:
@@ -67,9 +70,11 @@ class Launcher:
             screen: where lines are shown.
             policy: delays, and whether to give up on a pod that never gets ready.
             on_ready: called each time that all pods are ready.
+            move: gives a pod that does not run other ports for those that somebody else has; none: ports stay.
         """
         self._pods = {pod.name: pod for pod in pods}
         self._state, self._record, self._screen, self._on_ready = state, record, screen, on_ready
+        self._new_ports = move
         self._supervisor = Supervisor([PodSeat(name=pod.name, role=pod.role) for pod in pods], policy)
         self._processes: dict[str, PodProcess] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -81,6 +86,11 @@ class Launcher:
         self._stop_signals = 0
         self._timer: asyncio.TimerHandle | None = None
         self._folder_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def record(self) -> ServiceRecord:
+        """The service as it is now."""
+        return self._record
 
     async def run(self, *, signals: bool = True) -> Outcome:
         """Run until all pods have stopped. Cancelled, it kills what still runs.
@@ -124,7 +134,27 @@ class Launcher:
             task.cancel()
         ran = self._loop.time() - self._started_at[name]
         told = f"{why} after running {ran:.1f} s"
-        self._perform(self._supervisor.exited(name, attempt, told, self._loop.time(), hopeless=code == HOPELESS_EXIT))
+        if code == exits.PORT_TAKEN:
+            self._move(name)
+        hopeless = code == exits.UNUSABLE
+        self._perform(self._supervisor.exited(name, attempt, told, self._loop.time(), hopeless=hopeless))
+
+    def _move(self, name: str) -> None:
+        """Let the pod's next process listen elsewhere, if it may."""
+        if self._new_ports is None:
+            return
+        before = self._pods[name].ports
+        try:
+            moved = self._new_ports(name)
+        except (UserError, OSError) as error:  # its next try meets the same ports, which may be free by then
+            self._screen.say(f"{name}: a port of it is in use, and no other can be given: {error}")
+            return
+        self._pods[name] = moved
+        for port, number in moved.ports.items():
+            if number != before[port]:
+                self._screen.say(f"{name}: port {before[port]} is in use by another process; {port} moves to {number}")
+        if moved.role == "router":
+            self._record = msgspec.structs.replace(self._record, endpoint=endpoint_of(moved.ports))
 
     def _on_line(self, name: str, line: str) -> None:
         try:

@@ -6,7 +6,7 @@ other process does not sit on a pod's port while the pod restarts.
 
 import hashlib
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -49,8 +49,39 @@ def allocate(plan: ServicePlan, file: Path, endpoint_port: int) -> PodPorts:
             number = _first_free((*candidates, *_sequence(f"{file}/{pod.name}/{port.name}")), used)
             used.add(number)
             ports[pod.name][port.name] = number
-    write_atomically(file, msgspec.json.encode(ports))
+    keep(ports, file)
     return ports
+
+
+def keep(ports: PodPorts, file: Path) -> None:
+    """Write the numbers down for the next time."""
+    write_atomically(file, msgspec.json.encode(ports))
+
+
+def replace_taken(ports: PodPorts, pod: str, file: Path, fixed: int) -> dict[str, int]:
+    """The ports of a pod that does not run, with other numbers for those that somebody else has by now.
+
+    Args:
+        ports: of all pods.
+        file: as ``allocate``.
+        fixed: a number that stays whoever has it; 0 for none.
+
+    Raises:
+        UserError: no free port is left.
+    """
+    used = {number for numbers in ports.values() for number in numbers.values()}
+    found = {}
+    for name, number in ports[pod].items():
+        found[name] = number
+        if number != fixed and not is_free(number):
+            found[name] = _first_free(_sequence(f"{file}/{pod}/{name}"), used)
+            used.add(found[name])
+    return found
+
+
+def endpoint_of(router: Mapping[str, int]) -> str:
+    """Where clients reach the service, by the router's ports."""
+    return f"http://{HOST}:{router['http']}"
 
 
 def is_free(port: int) -> bool:

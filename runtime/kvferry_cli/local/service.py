@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -12,8 +13,9 @@ from kvferry_cli.local.identity import kill_trees, own_identity
 from kvferry_cli.local.launcher import Launcher
 from kvferry_cli.local.logs import Screen
 from kvferry_cli.local.pod import LocalPod, discovery, render
-from kvferry_cli.local.ports import HOST, allocate
+from kvferry_cli.local.ports import PodPorts, allocate, endpoint_of
 from kvferry_cli.local.preflight import api_keys_file, check_model
+from kvferry_cli.local.relocate import Relocator
 from kvferry_cli.local.state_dir import STATE_VERSION, ServiceRecord, StateDir, write_atomically
 from kvferry_cli.local.supervisor import Policy
 from kvferry_cli.program import command
@@ -31,6 +33,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     record: ServiceRecord
     state: StateDir
     notes: tuple[str, ...]
+    relocator: Relocator
 
 
 def prepare(plan: ServicePlan, state: StateDir, *, manifest: Path, model: str, port: int | None) -> Prepared:
@@ -43,20 +46,19 @@ def prepare(plan: ServicePlan, state: StateDir, *, manifest: Path, model: str, p
         if left:
             notes.append(f"ended {len(left)} processes that an earlier run had left: {', '.join(map(str, left))}")
         state.forget_state()
-    ports = allocate(plan, state.ports_file, plan.port if port is None else port)
+    endpoint_port = plan.port if port is None else port
+    ports = allocate(plan, state.ports_file, endpoint_port)
     try:
         create_keys(state.keys)
         copy_keys(state.keys, state.router_keys, ROUTER_KEYS)
     except (KeyFileError, OSError) as error:
         raise UserError(f"keys of the service: {error}") from None
-    pods = render(
-        plan,
-        ports,
-        state,
-        model=model,
-        api_keys_file=api_keys,
-        log_format="text" if sys.stdout.isatty() else "json",
-    )
+    log_format: Literal["text", "json"] = "text" if sys.stdout.isatty() else "json"
+
+    def rendered(given: PodPorts) -> tuple[LocalPod, ...]:
+        return render(plan, given, state, model=model, api_keys_file=api_keys, log_format=log_format)
+
+    pods = rendered(ports)
     write_atomically(state.pods_file, discovery(pods))
     record = ServiceRecord(
         version=STATE_VERSION,
@@ -64,13 +66,14 @@ def prepare(plan: ServicePlan, state: StateDir, *, manifest: Path, model: str, p
         model=plan.model_name,
         manifest=str(manifest),
         revision=plan.revision,
-        endpoint=f"http://{HOST}:{ports['router']['http']}",
+        endpoint=endpoint_of(ports["router"]),
         auth=plan.auth,
         state="starting",
         launcher=own_identity(),
         pods=(),
     )
-    return Prepared(pods=pods, record=record, state=state, notes=tuple(notes))
+    relocator = Relocator(ports, state, rendered, fixed=endpoint_port)
+    return Prepared(pods=pods, record=record, state=state, notes=tuple(notes), relocator=relocator)
 
 
 async def run_service(prepared: Prepared, reporter: Reporter) -> str:
@@ -84,14 +87,15 @@ async def run_service(prepared: Prepared, reporter: Reporter) -> str:
         screen.say(warning)
 
     def on_ready() -> None:
-        screen.say(welcome(record, state))
+        screen.say(welcome(launcher.record, state))
         reporter.ready()
 
     # In the background nobody watches a pod that cannot start; on a terminal somebody does, and may mend the cause.
     # What can never work is given up in either case.
     policy = Policy(give_up_after=GIVE_UP_AFTER if reporter.background else None)
     try:
-        launcher = Launcher(prepared.pods, state, record, screen, policy, on_ready=on_ready)
+        move = prepared.relocator.move
+        launcher = Launcher(prepared.pods, state, record, screen, policy, on_ready=on_ready, move=move)
         outcome = await launcher.run()
         reporter.ended(outcome.failure)
     finally:

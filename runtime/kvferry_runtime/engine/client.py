@@ -68,7 +68,7 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._silence_s = 0.0
         self._ready = asyncio.Event()
-        self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.refused: asyncio.Future[NotStarted] = asyncio.get_running_loop().create_future()
         self.state = EngineState.STARTING
         self.info: Ready | None = None
         self.load: Load | None = None
@@ -228,7 +228,7 @@ class EngineClient:
                 why = await self._live(self._child)
             if isinstance(why, NotStarted) and self.info is None:
                 await self._end_life(EngineState.REFUSED)
-                self.refused.set_result(why.message)
+                self.refused.set_result(why)
                 return
             lived = asyncio.get_running_loop().time() - born
             failures = 0 if lived > _HEALTHY_S else failures + 1

@@ -104,6 +104,7 @@ class NotStarted(msgspec.Struct, frozen=True, kw_only=True, tag="not_started"):
     """Instead of ``Ready``: the engine cannot start as it was configured. Trying again is of no use."""
 
     message: str
+    port_taken: bool = False  # with other ports it could
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from kvferry_runtime.model.errors import ModelError
 from kvferry_runtime.transfer.config import TransferConfig, TransferError
 from kvferry_runtime.transfer.service import TransferService
 from kvferry_service import logs
+from kvferry_service.exits import port_taken
 from kvferry_service.key_files import secret_strings
 from kvferry_service.parent import die_with_parent
 
@@ -89,7 +90,8 @@ class EngineProcess:
             loop, ready = self._build()
         except Exception as error:  # noqa: BLE001 - whatever it is, the server must hear why there is no engine
             _log.error("the engine cannot start: %s", error, exc_info=not _is_config_error(error))
-            self._link.send(NotStarted(message=str(error) if _is_config_error(error) else repr(error)))
+            message = str(error) if _is_config_error(error) else repr(error)
+            self._link.send(NotStarted(message=message, port_taken=port_taken(error)))
             self._close()
             return 2
         status = 0

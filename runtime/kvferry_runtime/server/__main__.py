@@ -7,13 +7,13 @@ from kvferry_runtime.model.errors import ModelError
 from kvferry_runtime.server.app import serve
 from kvferry_runtime.server.config import PROG, parse, usage
 from kvferry_runtime.server.flags import FlagError
-from kvferry_service import logs, run
+from kvferry_service import exits, logs, run
 from kvferry_service.key_files import KeyFileError
 from kvferry_text.bundle import BundleError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after an ordered end, 2 for what the user has to change, 1 for a failure of ours."""
+    """Exit status: 0 after an ordered end, 1 for a failure of ours, else of ``kvferry_service.exits``."""
     given = list(sys.argv[1:] if argv is None else argv)
     if "--help" in given or "-h" in given:
         print(usage())  # noqa: T201 - a command line's output
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{PROG}: {fault}", file=sys.stderr)  # noqa: T201
     except (ModelError, BundleError, KeyFileError, OSError, ValueError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)  # noqa: T201
-    return 2
+        return exits.exit_status(error)
+    return exits.UNUSABLE
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kvferry_runtime.server.metrics import PodMetrics
 from kvferry_runtime.server.pod import Pod
 from kvferry_runtime.server.routes_internal import add_internal_routes
 from kvferry_runtime.server.routes_openai import add_openai_routes
-from kvferry_service import auth, logs
+from kvferry_service import auth, exits, logs
 from kvferry_service.errors import translator
 from kvferry_service.health import add_health_routes
 from kvferry_service.http_app import HttpServer, build_app, listen
@@ -88,8 +88,9 @@ class _Server:
         engine.refused.add_done_callback(lambda _: stopped.cancel())
         await asyncio.gather(stopped, return_exceptions=True)
         if engine.refused.done():
-            print(f"kvferry serve: {engine.refused.result()}", file=sys.stderr)  # noqa: T201 - for who started it
-            return 2
+            why = engine.refused.result()
+            print(f"kvferry serve: {why.message}", file=sys.stderr)  # noqa: T201 - for who started it
+            return exits.PORT_TAKEN if why.port_taken else exits.UNUSABLE
         _log.info("stopping: %s", stop.why)
         return 0
 

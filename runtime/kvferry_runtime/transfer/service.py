@@ -276,6 +276,7 @@ class TransferService:
 
     def _start_backends(self) -> None:
         config = self._config
+        last: BackendError | None = None
         for name in config.backends:
             context = BackendContext(
                 kv_key=self._kv_key,
@@ -290,13 +291,13 @@ class TransferService:
                 backend.register(self._memory, config.layout)
                 backend.start()
             except BackendError as error:
-                self._backend_reasons[name] = str(error)
+                self._backend_reasons[name], last = str(error), error
                 continue
             self._backends[name] = backend
             self._backend_reasons[name] = "ok"
         if not self._backends:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._backend_reasons.items())
-            raise TransferError(f"backends: none works ({reasons or 'none given'})")
+            raise TransferError(f"backends: none works ({reasons or 'none given'})") from last
 
     def _describe(self, epoch: int) -> OwnSide:
         body = HelloBody(

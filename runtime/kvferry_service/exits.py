@@ -1,0 +1,20 @@
+"""Exit statuses of our processes, which whoever started them acts on."""
+
+import errno
+
+UNUSABLE = 2  # arguments, files or the model are at fault: another try would end alike
+PORT_TAKEN = 98  # an address to listen on is in use: another port will do, and so may another try
+
+
+def exit_status(error: BaseException) -> int:
+    """The status of a process that this error keeps from starting."""
+    return PORT_TAKEN if port_taken(error) else UNUSABLE
+
+
+def port_taken(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that an address is in use."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            return True
+        error = error.__cause__
+    return False
