@@ -30,7 +30,8 @@ class ApiKeys(ManifestModel):
     """Where the router finds the API keys of its clients: a Secret on Kubernetes, a file on one machine."""
 
     secret_ref: SecretReference | None = None
-    """The Secret that holds the keys, one client per entry."""
+    """The Secret that holds the keys, one client per entry: the entry's name is the client's, its value the key (16
+    characters or more), or several, one per line. An entry `*.keys` is a list as in `keysFile`."""
 
     keys_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """For `kvferry up`: a file with one `client:digest` per line, the digest being the SHA-256 (hex) of the client's
