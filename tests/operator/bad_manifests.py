@@ -36,8 +36,8 @@ class Bad(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.field or 'object'}: {self.words[:40]}"
 
 
-def _bad(field: str, words: str, api: str | None = None, **changes: Any) -> Bad:
-    return Bad(changes=changes, field=field, words=words, api=api)
+def _bad(field: str, words: str, api: str | None = None, *, at: str | None = None, **changes: Any) -> Bad:
+    return Bad(changes=changes, field=field, words=words, api=api, api_at=at)
 
 
 def _cluster(field: str, words: str, **changes: Any) -> Bad:
@@ -104,14 +104,15 @@ VALUES: tuple[Bad, ...] = (
     ),
     _bad(
         "spec.transfer.failurePolicy",
-        "accepts recompute",
+        "accepts recompute, retry or fail",
         "Unsupported value",
-        spec__transfer={"failurePolicy": "fail"},
+        spec__transfer={"failurePolicy": "panic"},
     ),
     _bad(
         "spec.decode.env[1].name",
         '"A" is given twice',
         "Duplicate value",
+        at="spec.decode.env[1]",
         spec__decode__env=[{"name": "A", "value": "1"}, {"name": "A", "value": "2"}],
     ),
 )
@@ -126,7 +127,22 @@ WORDS: tuple[Bad, ...] = (
     _bad("spec.decode.image", "accepts an image reference such as registry/name:tag", spec__decode__image="a b"),
     _bad("spec.decode.env[0].name", "accepts a variable's name", spec__decode__env=[{"name": "1A", "value": ""}]),
     _bad("spec.decode.nodeSelector", "accepts a label key such as team", spec__decode__nodeSelector={"a b": "c"}),
-    _bad("spec.decode.labels.team", "accepts a label value: at most 63", spec__decode__labels={"team": "a b"}),
+    _bad(
+        "spec.decode.labels.team",
+        "accepts a label value: at most 63",
+        at="spec.decode.labels[team]",
+        spec__decode__labels={"team": "a b"},
+    ),
+    _bad(
+        "spec.decode.resources.limits",
+        "accepts a resource's name such as cpu, memory or nvidia.com/gpu",
+        spec__decode__resources={"limits": {"gpu": 1}},
+    ),
+    _bad(
+        "spec.router.nodeSelector",
+        "accepts a label key such as team or example.com/team",
+        spec__router__nodeSelector={"a" * 254: "b"},
+    ),
     _bad(
         "spec.router.ingress.host", "accepts a host name such as llm.example.com", spec__router__ingress={"host": "A"}
     ),
@@ -186,6 +202,7 @@ RULES: tuple[Bad, ...] = (
     _bad(
         'spec.decode.labels["app.kubernetes.io/name"]',
         "labels of this domain are the operator's own",
+        at="spec.decode.labels",
         spec__decode__labels={"app.kubernetes.io/name": "x"},
     ),
 )

@@ -200,7 +200,7 @@ def _object_refusals(value: dict[str, Any], schema: dict[str, Any], place: str) 
         else:
             yield from refusals(inner, below, here)
     for rule in schema.get("x-kubernetes-validations", ()):
-        for pattern in re.findall(r"^self\.all\(key, key\.matches\(r'(.*)'\)\)$", rule["rule"]):
+        for pattern in re.findall(r"^self\.all\(key, key\.size\(\) <= \d+ && key\.matches\(r'(.*)'\)\)$", rule["rule"]):
             if not all(re.search(pattern, key, re.ASCII) for key in value):
                 yield place, rule["message"]
 

@@ -151,3 +151,26 @@ def test_types_are_frozen() -> None:
     service = make_service()
     with pytest.raises(ValueError, match="frozen"):
         service.spec.decode.replicas = 3
+
+
+def test_a_field_without_a_value_is_not_there() -> None:
+    """As an API server takes it: the default holds, an entry of a mapping goes, free-form mappings keep theirs."""
+    free = {"nodeAffinity": {"a": None}}
+    service = make_service(
+        spec__router={"auth": "none", "port": None, "labels": {"a": None, "b": "c"}, "affinity": free},
+        spec__prefill=None,
+        spec__transfer=None,
+    )
+    assert service.spec.router.port == 8000
+    assert service.spec.router.labels == {"b": "c"}
+    assert service.spec.router.affinity is not None
+    assert service.spec.router.affinity.node_affinity == {"a": None}
+    assert service.spec.prefill is None
+    assert service.spec.transfer.backend == "auto"
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
+    """`2.0` is 2, where an integer or a quantity is asked for."""
+    service = make_service(spec__decode__replicas=2.0, spec__engine={"kvMemory": 1073741824.0})
+    assert service.spec.decode.replicas == 2
+    assert service.spec.engine.kv_memory == "1073741824"

@@ -26,6 +26,7 @@ from kvferry_operator.api.source import MAX_SOURCE, SOURCE_PATTERN, parse_source
 ACCEPTS = "x-accepts"
 KEY_ACCEPTS = "x-accepts-key"  # the same for the keys of a mapping
 KEY_PATTERN = "x-pattern-key"  # and the pattern of those keys
+MAX_KEY = 253  # characters of a mapping's key
 CEL = "x-cel"  # what an API server evaluates in place of (or beside) a pattern, so that it answers in words
 SECRET = "x-secret"  # noqa: S105 - the name of a schema keyword: a fault shows no value of such a field
 RULE = "rule"
@@ -153,13 +154,15 @@ LeaseDuration = Annotated[str, _between("1s", "10m"), _duration_schema("1s", "10
 RequestDuration = Annotated[str, _between("1s", "24h"), _duration_schema("1s", "24h")]
 
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_DOMAIN = rf"({_LABEL}(\.{_LABEL})*/)?"
+LABEL_KEY = rf"^{_DOMAIN}[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?$"
 LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 ENV_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 _LABEL_KEY_ACCEPTS = "a label key such as team or example.com/team"
 _LABEL_VALUE_ACCEPTS = "a label value: at most 63 letters, digits, '-', '_' or '.'"
-LabelKey = Annotated[str, Field(pattern=LABEL_KEY, max_length=253, json_schema_extra={ACCEPTS: _LABEL_KEY_ACCEPTS})]
+LabelKey = Annotated[str, Field(pattern=LABEL_KEY, max_length=MAX_KEY, json_schema_extra={ACCEPTS: _LABEL_KEY_ACCEPTS})]
 LabelValue = Annotated[
     str, Field(pattern=LABEL_VALUE, max_length=63, json_schema_extra={ACCEPTS: _LABEL_VALUE_ACCEPTS})
 ]
@@ -173,15 +176,20 @@ Labels = Annotated[
         64,
     ),
 ]
-AnnotationValue = Annotated[str, Field(max_length=65536)]
+# As many and as long as an object may have: Kubernetes takes 256 KiB of annotations, keys and values together.
+_ANNOTATIONS, _ANNOTATION = 48, 4096
 Annotations = Annotated[
-    dict[LabelKey, AnnotationValue],
-    Field(max_length=64),
-    map_schema({"type": "string", "maxLength": 65536}, _LABEL_KEY_ACCEPTS, LABEL_KEY, 64),
+    dict[LabelKey, Annotated[str, Field(max_length=_ANNOTATION)]],
+    Field(max_length=_ANNOTATIONS),
+    map_schema({"type": "string", "maxLength": _ANNOTATION}, _LABEL_KEY_ACCEPTS, LABEL_KEY, _ANNOTATIONS),
 ]
 _RESOURCE_ACCEPTS = "a resource's name such as cpu, memory or nvidia.com/gpu"
-_RESOURCE_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-ResourceName = Annotated[str, Field(pattern=_RESOURCE_NAME, max_length=253)]
+# Those of Kubernetes itself, and extended ones, which have a domain.
+_RESOURCE_NAME = (
+    r"^(cpu|memory|ephemeral-storage|hugepages-[1-9][0-9]*(Ki|Mi|Gi)"
+    rf"|{_LABEL}(\.{_LABEL})*/[a-zA-Z0-9]([-a-zA-Z0-9_.]{{0,61}}[a-zA-Z0-9])?)$"
+)
+ResourceName = Annotated[str, Field(pattern=_RESOURCE_NAME, max_length=MAX_KEY)]
 ResourceMap = Annotated[
     dict[ResourceName, Quantity],
     Field(max_length=16),

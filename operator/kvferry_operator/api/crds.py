@@ -34,7 +34,8 @@ def service_crd() -> dict[str, Any]:
     schema["properties"]["metadata"]["properties"] = {"name": {"type": "string", "maxLength": MAX_NAME}}
     # Names of pods, Services and labels are made from the name, so that it must be a label itself.
     rule = f"self.metadata.name.size() <= {MAX_NAME} && self.metadata.name.matches(r'{DNS_LABEL}')"
-    schema[VALIDATIONS] = [{"rule": rule, "message": f"metadata.name accepts {view.accepts(('metadata', 'name'))}"}]
+    accepts = f"accepts {view.accepts(('metadata', 'name'))}"
+    schema[VALIDATIONS] = [{"rule": rule, "message": accepts, "fieldPath": ".metadata.name"}]
     columns = [
         _column("Model", ".spec.model.name", "The name that clients ask for"),
         _column("Prefill", '.status.roles[?(@.name=="prefill")].ready', "Ready prefill pods of those wanted"),

@@ -89,12 +89,12 @@ class SchemaView:
     """Looks a path up in a JSON schema and says in words what is accepted there."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._root = schema
+        self.root = schema
         self._definitions: Mapping[str, Any] = schema.get("$defs", {})
 
     def at(self, path: Path) -> Mapping[str, Any]:
         """The schema of the value at a path; empty where the path leads out of the schema."""
-        schema = self.resolved(self._root)
+        schema = self.resolved(self.root)
         for part in path:
             if isinstance(part, int):
                 below = schema.get("items", {})

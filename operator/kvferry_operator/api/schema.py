@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvferry_operator.api.base import ACCEPTS, CEL, KEY_ACCEPTS, KEY_PATTERN
+from kvferry_operator.api.base import ACCEPTS, CEL, KEY_ACCEPTS, KEY_PATTERN, MAX_KEY
 from kvferry_operator.api.rules import Rule, rules_of
 from kvferry_operator.api.status import LIST_MAP
 
@@ -113,7 +113,7 @@ class _Converter:
             "additionalProperties": self.convert(value, f"{place}.*"),
         }
         if pattern := schema.get(KEY_PATTERN):
-            rule = f"self.all(key, key.matches(r'{pattern}'))"
+            rule = f"self.all(key, key.size() <= {MAX_KEY} && key.matches(r'{pattern}'))"
             out[VALIDATIONS] = [{"rule": rule, "message": f"bad key; accepts {schema[KEY_ACCEPTS]}"}]
         return out
 

@@ -157,8 +157,10 @@ class Transfer(ManifestModel):
     trust_network: bool = False
     """Whether transports that cannot authenticate their peers may be chosen; `tcp` does not need it."""
 
-    failure_policy: Literal["recompute"] = "recompute"
-    """What decode does when KV cannot be had: compute the prompt itself."""
+    failure_policy: Literal["recompute", "retry", "fail"] = "recompute"
+    """What is done when KV cannot be ferried. `recompute`: the decode pod computes the prompt itself. `retry`: other
+    prefill pods are tried before that, and waited for while they are full. `fail`: they are tried, and then the request
+    fails; an answer that has begun is continued all the same."""
 
     @model_validator(mode="after")
     def _rules(self) -> "Transfer":

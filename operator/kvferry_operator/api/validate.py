@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvferry_operator.api.faults import Fault, LineLookup, ManifestError, Path, SchemaView, faults_of
+from kvferry_operator.api.normalize import normalized
 from kvferry_operator.api.service import API_VERSION, KIND, InferenceService
 
 MAX_ROUNDS = 16
@@ -53,12 +54,14 @@ def manifest_schema() -> SchemaView:
 def validated(data: dict[str, Any], filename: str, line_of: LineLookup) -> InferenceService:
     """The manifest's typed form. Raises ``ManifestError`` with every fault."""
     found: set[Fault] = set()
-    data = copy.deepcopy(data)  # the caller's, and YAML aliases within it, stay as they are
+    view = manifest_schema()
+    # The caller's data, and YAML aliases within it, stay as they are.
+    data = copy.deepcopy(normalized(data, view.root, view))
     for _ in range(MAX_ROUNDS):
         try:
             service = InferenceService.model_validate(data)
         except ValidationError as error:
-            faults = faults_of(error, manifest_schema(), line_of)
+            faults = faults_of(error, view, line_of)
             if found.issuperset(fault for _, fault in faults):
                 break
             found.update(fault for _, fault in faults)
