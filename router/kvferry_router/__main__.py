@@ -25,6 +25,7 @@ from kvferry_router.metrics import RouterMetrics
 from kvferry_router.pod_client import PodClient
 from kvferry_router.pool import PodPool
 from kvferry_router.proxy import Background, Proxy
+from kvferry_router.resumes import ResumeBudget, Suspects
 from kvferry_router.tenants import KeyFileError, default_tenant
 from kvferry_router.text_service import TextService
 from kvferry_service import exits, logs, run
@@ -54,7 +55,11 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
     api_keys = None if config.api_keys_file is None else ApiKeys(config.api_keys_file, limits.tenants)
     metrics = RouterMetrics(make_registry())
     pool = PodPool(
-        limits=limits, policy=config.policy(), model=config.model_name, rng=random.Random(int.from_bytes(os.urandom(8)))
+        limits=limits,
+        policy=config.policy(),
+        model=config.model_name,
+        rng=random.Random(int.from_bytes(os.urandom(8))),
+        must_ferry=config.transfer_failure == "fail",
     )
     text = TextService(limits, config.model_name, keys.hash)
     background = Background()
@@ -72,6 +77,8 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
             )
             id_budget = IdBudget(limits)
             metrics.resume_ids.set_function(lambda: id_budget.held)
+            loop = asyncio.get_running_loop()
+            metrics.pairs_barred.set_function(lambda: len(pool.barred(loop.time())))
             proxy = Proxy(
                 pool=pool,
                 client=client,
@@ -79,7 +86,10 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
                 metrics=metrics,
                 limits=limits,
                 background=background,
+                failure_policy=config.transfer_failure,
                 id_budget=id_budget,
+                resumes=ResumeBudget(limits),
+                suspects=Suspects(limits),
             )
             app = RouterApp(
                 proxy=proxy,
@@ -184,6 +194,7 @@ def _announce(config: RouterConfig, port: int, keys: ServiceKeys, api_keys: ApiK
             min_tokens=config.disaggregate_min_tokens,
             max_cached_share=config.disaggregate_max_cached_share,
             deadline_s=config.request_deadline_s,
+            transfer_failure=config.transfer_failure,
         ),
     )
     if config.ready_file is not None:

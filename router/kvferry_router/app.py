@@ -179,6 +179,8 @@ class RouterApp:
             text_digest=tools.bundle.digest,
         )
         run = RequestRun(self._proxy, request, leg, ask, hashes, deadline_s=self._deadline_s, accepted_at=accepted_at)
+        if self._proxy.suspects.holds(leg, asyncio.get_running_loop().time()):
+            raise as_api_error(failures.BARREN)
         decision = pool.choose(ask, hashes, asyncio.get_running_loop().time())
         if decision.decode is None:
             raise as_api_error(failures.NO_CAPACITY)
@@ -201,7 +203,7 @@ class RouterApp:
         if isinstance(error, AnswerFailedError):
             return
         outcome: Outcome = "unavailable" if error.status >= 500 else "invalid"
-        for failure in (failures.QUEUE_FULL, failures.DEADLINE, failures.STOPPING):
+        for failure in (failures.QUEUE_FULL, failures.DEADLINE, failures.STOPPING, failures.BARREN):
             if error.code == failure.code:
                 outcome = failure.outcome
         self._proxy.metrics.requests.labels(outcome, "none").inc()

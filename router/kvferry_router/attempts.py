@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvferry_router.flow_messages import AbortLeg, Effect, FinishLeg, Kind
+from kvferry_router.flow_messages import AbortLeg, Effect, Ferried, FinishLeg, Kind
 from kvferry_wire.limits import Limits
 
 
@@ -11,6 +11,7 @@ class Attempt:
     """The open leg.
 
     Attributes:
+        lender: the pod whose KV it is to read, until it has said whether it has it.
         computed: the prompt is in its pod's KV.
         gained: ids came of it.
         sent: the client has bytes of it.
@@ -20,9 +21,16 @@ class Attempt:
     kind: Kind
     pod: str
     heard_at: float
+    lender: str | None = None
     computed: bool = False
     gained: bool = False
     sent: bool = False
+
+    def ferried(self, reason: str, out: list[Effect]) -> None:
+        """Its pod says, once, whether it has the KV, or why not."""
+        if self.lender is not None:
+            out.append(Ferried(self.lender, self.pod, reason))
+            self.lender = None
 
 
 class Attempts:
@@ -36,10 +44,16 @@ class Attempts:
     def __repr__(self) -> str:
         return f"Attempts(opened={self.opened}, open={self.open})"
 
-    def begin(self, kind: Kind, pod: str, now: float) -> int:
+    @property
+    def the_open(self) -> Attempt:
+        """The open leg, where there must be one."""
+        assert self.open is not None
+        return self.open
+
+    def begin(self, kind: Kind, pod: str, now: float, *, lender: str | None = None) -> int:
         """The next leg; returns its number."""
         assert self.open is None
-        self.open = Attempt(self.opened, kind, pod, now)
+        self.open = Attempt(self.opened, kind, pod, now, lender)
         self.opened += 1
         return self.open.number
 

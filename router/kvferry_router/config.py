@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 from kvferry_router.discovery.api_server import SERVICE_ACCOUNT
 from kvferry_router.discovery.cluster import PoolServices
+from kvferry_router.flow_messages import FailurePolicy
 from kvferry_router.select.policy import Mode, Policy
 from kvferry_wire.limits import DEFAULT_LIMITS
 
@@ -39,6 +40,7 @@ class RouterConfig:
     disaggregate: Mode
     disaggregate_min_tokens: int
     disaggregate_max_cached_share: float
+    transfer_failure: FailurePolicy
     request_deadline_s: float
     parent_fd: int | None
     ready_file: Path | None
@@ -119,6 +121,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="so are prompts of which more than this share is cached there (0..1)",
     )
     add(
+        "--transfer-failure",
+        default="recompute",
+        choices=get_args(FailurePolicy),
+        help="when KV cannot be ferried: decode computes the prompt, another prefill pod is tried before that, or the "
+        "request fails",
+    )
+    add(
         "--request-deadline",
         type=float,
         default=DEFAULT_LIMITS.request_deadline_s,
@@ -169,6 +178,7 @@ def parse_config(argv: list[str]) -> RouterConfig:
         disaggregate=args.disaggregate,
         disaggregate_min_tokens=args.disaggregate_min_tokens,
         disaggregate_max_cached_share=share,
+        transfer_failure=args.transfer_failure,
         request_deadline_s=args.request_deadline,
         parent_fd=args.parent_fd,
         ready_file=args.ready_file,

@@ -66,6 +66,14 @@ ENGINE_PROTOCOL = Failure(
     code="engine_protocol",
     outcome="failed",
 )
+TRANSFER_FAILED = Failure(
+    status=503,
+    message="The prompt's KV could not be brought to the engine that answers. Try again.",
+    type="server_error",
+    code="transfer_failed",
+    outcome="failed",
+    retry_after_s=_RETRY_S,
+)
 DEADLINE = Failure(
     status=504,
     message="The request's deadline has passed.",

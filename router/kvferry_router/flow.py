@@ -1,12 +1,15 @@
 """One request's way through the pods: prefill, decode, and another pod when one fails.
 
-Pure: ``handle`` takes an event and the time and returns effects; it reads no clock and opens no socket. The table
-``TRANSITIONS`` names the method for each state and event, so each pair is decided in one place.
+Pure: ``handle`` takes an event and the time and returns effects; it reads no clock and opens no socket. The table in
+``flow_states`` names the method for each state and event, so each pair is decided in one place. What the answer has
+become is in ``answer``, the open leg in ``attempts``, what pods keep for it in ``holdings``, what went wrong in
+``losses``.
 
 Rules:
 
 - A leg's frames count whole or not at all. A leg that sends no frame for the stall timeout is dead.
-- A prefill leg that fails for whatever reason is tried once on another pod; after that decode does the whole job.
+- Prefill that fails is tried on another pod, then the service's failure policy decides: decode does the whole job, or
+  the request fails. A resumed answer tries one prefill pod, and then decode does the whole job whatever the policy.
 - A decode leg that is lost is continued on another pod, or on the same one once it is back: the ids recorded so far
   are input of the next leg and never picked again (``losses`` says which pods, for how long and how often).
 - A pod that broke the protocol is not believed: what came of its leg is forgotten, and if the client has some of it,
@@ -21,22 +24,18 @@ Rules:
 place for it. Until then no pod sends it.
 """
 
-import enum
-from collections.abc import Callable
-
 import msgspec
 
 from kvferry_router import failures
 from kvferry_router.answer import Answer
-from kvferry_router.attempts import Attempt, Attempts
+from kvferry_router.attempts import Attempts
 from kvferry_router.flow_messages import (
-    AbortLeg,
-    Book,
     ClientGone,
     Computed,
     Effect,
     Event,
     Failure,
+    FailurePolicy,
     GaveUp,
     Kind,
     LegClosed,
@@ -46,12 +45,13 @@ from kvferry_router.flow_messages import (
     Outcome,
     PodChosen,
     PodFailed,
-    Release,
     Start,
     Stopping,
     Tick,
 )
+from kvferry_router.flow_states import TRANSITIONS, IllegalEventError, State
 from kvferry_router.given import Given, IdBudget
+from kvferry_router.holdings import Holdings
 from kvferry_router.leg_faults import (
     CLOSED_AS,
     FAILED_AS,
@@ -67,24 +67,7 @@ from kvferry_wire.frames import Alive, Begun, End, Fail, Frame, Handoff, Prefill
 from kvferry_wire.leg import ChoiceState, Leg
 from kvferry_wire.limits import Limits
 
-
-class State(enum.Enum):
-    NEW = "new"
-    PREFILLING = "prefilling"
-    CHOOSING_PREFILL = "choosing_prefill"
-    CHOOSING_DECODE = "choosing_decode"
-    WAITING = "waiting"  # no pod can go on with the answer now
-    DECODING = "decoding"  # the client has no byte yet
-    STREAMING = "streaming"  # the client has bytes
-    ENDING = "ending"  # `End` is here; waiting for the leg's stream to close behind it
-    DONE = "done"
-
-
-class IllegalEventError(RuntimeError):
-    """An event that cannot happen in this state; nothing was changed."""
-
-    def __init__(self, state: State, event: object) -> None:
-        super().__init__(f"{type(event).__name__} in state {state.value}")
+_WAITING = (State.WAITING_FOR_PREFILL, State.WAITING_FOR_DECODE)
 
 
 class RequestFlow:
@@ -95,31 +78,38 @@ class RequestFlow:
         limits: deadlines and caps.
         deadline_s: seconds from ``accepted_at`` to the end of the answer.
         accepted_at: the time, on the clock of all later events.
+        policy: what the service asks for when KV cannot be ferried.
         budget: room for the ids that all flows keep; without one this flow has its own.
     """
 
     def __init__(
-        self, leg: Leg, limits: Limits, *, deadline_s: float, accepted_at: float, budget: IdBudget | None = None
+        self,
+        leg: Leg,
+        limits: Limits,
+        *,
+        deadline_s: float,
+        accepted_at: float,
+        policy: FailurePolicy = "recompute",
+        budget: IdBudget | None = None,
     ) -> None:
         self.state = State.NEW
         self._leg = leg
         self._limits = limits
+        self._policy = policy
         self._deadline_at = accepted_at + deadline_s
         self._prefill_share_s = deadline_s * limits.prefill_share
 
-        given = Given(leg.choices, limits, budget or IdBudget(limits))
-        self._answer = Answer(leg, given, accepted_at)
+        self._answer = Answer(leg, Given(leg.choices, limits, budget or IdBudget(limits)), accepted_at)
         self._attempts = Attempts(limits)
+        self._holds = Holdings()
         self._losses = Losses(limits)
         self._until = 0.0  # of a prefill leg: its share of the deadline; waiting: the next look; ending: the grace
 
         self._compat_hash = ""
-        self._decode_choice = ""
-        self._booked: dict[Kind, str] = {}
-        self._prefill_retried = False
-        self._lease: tuple[int, str] | None = None  # the prefill leg whose handle we hold: attempt, pod
         self._prefill_pod: str | None = None
-        self._decode_pod: str | None = None
+        self._decode_pod = ""
+        self._prefill_legs = 0
+        self._prefill_until = 0.0  # while decode has nothing: no prefill pod is waited for after this
 
     def __repr__(self) -> str:
         return (
@@ -135,11 +125,11 @@ class RequestFlow:
         Raises:
             IllegalEventError: the event cannot happen in this state (the caller's bug).
         """
-        method = TRANSITIONS[self.state, type(event)]
-        if method is None:
+        name = TRANSITIONS[self.state, type(event)]
+        if name is None:
             raise IllegalEventError(self.state, event)
         effects: list[Effect] = []
-        method(self, event, now, effects)
+        getattr(self, name)(event, now, effects)
         return effects
 
     def next_wakeup(self) -> float | None:
@@ -150,7 +140,7 @@ class RequestFlow:
         stalls_at = self._attempts.stalls_at()
         if stalls_at is not None and self.state is not State.ENDING:
             times.append(stalls_at)
-        if self.state in (State.PREFILLING, State.WAITING, State.ENDING):
+        if self.state in (State.PREFILLING, *_WAITING, State.ENDING):
             times.append(self._until)
         return min(times)
 
@@ -160,7 +150,7 @@ class RequestFlow:
 
     def booked(self) -> dict[Kind, str]:
         """Bookings that were not released yet."""
-        return dict(self._booked)
+        return self._holds.booked()
 
     # ---- start and choice of pods ------------------------------------------------------------------------------
 
@@ -169,25 +159,40 @@ class RequestFlow:
             self._fail(failures.DEADLINE, now, out)
             return
         self._compat_hash = event.compat_hash
+        self._prefill_until = min(self._deadline_at, now + self._prefill_share_s)
         if event.prefill is not None:
             self._answer.path = "disaggregated"
         self._begin_on(event.prefill, event.decode, now, out)
 
     def _begin_on(self, prefill: str | None, decode: str, now: float, out: list[Effect]) -> None:
-        self._decode_choice = decode
-        self._book("decode", decode, out, computes=prefill is None and self._leg.handle is None)
+        self._decode_pod = decode
+        self._holds.book("decode", decode, out, computes=prefill is None and self._holds.handle is None)
         if prefill is None:
             self._open_decode(now, out)
         else:
-            self._book("prefill", prefill, out)
+            self._holds.book("prefill", prefill, out)
             self._open_prefill(prefill, now, out)
+
+    def _choose_prefill(self, out: list[Effect]) -> None:
+        self.state = State.CHOOSING_PREFILL
+        # The decode pod is never its own prefill pod.
+        excluded = self._losses.excluded("prefill") | {self._decode_pod}
+        out.append(NeedPod("prefill", excluded, self._compat_hash, beside=self._decode_pod))
+
+    def _choose_decode(self, out: list[Effect]) -> None:
+        self.state = State.CHOOSING_DECODE
+        excluded, resume, lender = self._losses.excluded("decode"), self._answer.begun, self._holds.lease_pod
+        if resume:
+            excluded |= self._losses.excluded("prefill")
+        ferried = lender is not None
+        out.append(NeedPod("decode", excluded, self._compat_hash, beside=lender, ferried=ferried, resume=resume))
 
     def _prefill_chosen(self, event: PodChosen, now: float, out: list[Effect]) -> None:
         self._expect_kind("prefill", event)
         if event.pod is None:
-            self._decode_alone(now, out)
+            self._without_prefill(now, out)
             return
-        self._book("prefill", event.pod, out)
+        self._holds.book("prefill", event.pod, out)
         self._open_prefill(event.pod, now, out)
 
     def _decode_chosen(self, event: PodChosen, now: float, out: list[Effect]) -> None:
@@ -199,48 +204,52 @@ class RequestFlow:
         if again_at is None:
             self._give_up("no_pod", self._losses.error, now, out)
         else:
-            self.state = State.WAITING
-            self._until = again_at
+            self.state, self._until = State.WAITING_FOR_DECODE, again_at
 
     def _expect_kind(self, kind: Kind, event: PodChosen) -> None:
         if event.kind != kind:
             raise IllegalEventError(self.state, event)
 
-    def _choose_decode(self, out: list[Effect]) -> None:
-        self.state = State.CHOOSING_DECODE
-        excluded, resume = self._losses.excluded("decode"), self._answer.begun
-        if resume:
-            excluded |= self._losses.excluded("prefill")
-        ferried = self._leg.handle is not None
-        out.append(NeedPod("decode", excluded, self._compat_hash, ferried=ferried, resume=resume))
+    def _without_prefill(self, now: float, out: list[Effect]) -> None:
+        """No prefill pod is left to be tried: what the service asks for in such a case."""
+        full = self._losses.prefill_is_full
+        again_at = self._losses.pause(now, self._prefill_until) if full else None
+        if self._policy == "recompute" or self._answer.begun or (self._policy == "retry" and again_at is None):
+            self._decode_alone(now, out)
+        elif again_at is not None:
+            self.state, self._until = State.WAITING_FOR_PREFILL, again_at
+        else:
+            self._give_up("transfer", failures.BUSY if full else failures.TRANSFER_FAILED, now, out)
+
+    def _decode_alone(self, now: float, out: list[Effect]) -> None:
+        """Decode computes the prompt as well, and is booked for it."""
+        self._holds.release("decode", out)
+        self._begin_on(None, self._decode_pod, now, out)
 
     def _open_prefill(self, pod: str, now: float, out: list[Effect]) -> None:
         self.state = State.PREFILLING
         self._prefill_pod = pod
+        self._prefill_legs += 1
         self._until = min(self._deadline_at, now + self._prefill_share_s)
         self._open_leg("prefill", pod, self._until, now, out)
 
     def _open_decode(self, now: float, out: list[Effect]) -> None:
         self.state = State.STREAMING if self._answer.sent else State.DECODING
-        self._decode_pod = self._decode_choice
-        self._open_leg("decode", self._decode_choice, self._deadline_at, now, out)
-
-    def _decode_alone(self, now: float, out: list[Effect]) -> None:
-        """No prefill pod did it: decode computes the prompt as well, and is booked for it."""
-        self._release("decode", out)
-        self._begin_on(None, self._decode_choice, now, out)
+        self._open_leg("decode", self._decode_pod, self._deadline_at, now, out)
 
     def _open_leg(self, kind: Kind, pod: str, until: float, now: float, out: list[Effect]) -> None:
         answer, decode = self._answer, kind == "decode"
         answer.leg_begins()
+        handle = self._holds.handle if decode else None
         leg = msgspec.structs.replace(
             self._leg,
-            attempt=self._attempts.begin(kind, pod, now),
+            attempt=self._attempts.begin(kind, pod, now, lender=self._holds.lease_pod if decode else None),
             deadline_ms=max(1, int(1000 * (until - now))),
             choices=answer.given.states(),
             cached_tokens=answer.cached_tokens,
             recompute=answer.recompute if decode else "",
-            handle=self._leg.handle if decode else None,
+            handle=handle,
+            must_pull=handle is not None and self._policy != "recompute" and not answer.begun,
             format=msgspec.structs.replace(self._leg.format, role_sent=answer.sent),
             resumed=", ".join(self._losses.causes) if decode else "",
             compat_hash=self._compat_hash,
@@ -275,12 +284,10 @@ class RequestFlow:
         if not self._answer.prefilled(frame):
             self._leg_failed("protocol", now, out)
             return
-        leg = self._open_attempt()
-        self._leg = msgspec.structs.replace(self._leg, handle=frame.handle)
-        if frame.handle is not None:
-            self._lease = (leg.number, leg.pod)
+        leg = self._attempts.the_open
+        self._holds.leased(leg.number, leg.pod, frame.handle)
         self._attempts.finish(out)
-        self._release("prefill", out)
+        self._holds.release("prefill", out)
         self._open_decode(now, out)
 
     def _decode_frame(self, frame: Frame, now: float, out: list[Effect]) -> None:
@@ -294,6 +301,7 @@ class RequestFlow:
                 self._sent(self._answer.alive(out))
             case Begun():
                 self._answer.prompt_is_there(frame.cached_tokens, frame.recomputed)
+                self._attempts.the_open.ferried(frame.recomputed, out)
             case Tokens():
                 self._tokens(frame, now, out)
             case End():
@@ -308,8 +316,11 @@ class RequestFlow:
         if frame.kind == "invalid" and not self._answer.begun:
             self._attempts.finish(out)
             self._fail(failures.invalid(frame.message, frame.param), now, out)
-        else:
-            self._leg_failed(FAILED_AS[frame.kind], now, out, ended=True)
+            return
+        if frame.kind == "transfer":
+            self._answer.recompute = frame.param or "transfer"
+            self._attempts.the_open.ferried(self._answer.recompute, out)
+        self._leg_failed(FAILED_AS[frame.kind], now, out, ended=True)
 
     def _tokens(self, frame: Tokens, now: float, out: list[Effect]) -> None:
         answer = self._answer
@@ -318,7 +329,7 @@ class RequestFlow:
             return
         if frame.ids:
             self._computed(out)
-            self._open_attempt().gained = True
+            self._attempts.the_open.gained = True
             self._losses.gained()
         self._sent(answer.tokens(frame, now, out))
 
@@ -327,18 +338,17 @@ class RequestFlow:
             self._leg_failed("protocol", now, out)
             return
         self._computed(out)
-        self._until = now + self._limits.end_grace_s
-        self.state = State.ENDING
+        self.state, self._until = State.ENDING, now + self._limits.end_grace_s
 
     def _computed(self, out: list[Effect]) -> None:
-        leg = self._open_attempt()
+        leg = self._attempts.the_open
         if not leg.computed:
             leg.computed = True
             out.append(Computed("decode", leg.pod))
 
     def _sent(self, sent: bool) -> None:
         if sent:
-            self._open_attempt().sent = True
+            self._attempts.the_open.sent = True
             self.state = State.STREAMING
 
     # ---- a leg's end -------------------------------------------------------------------------------------------
@@ -364,7 +374,7 @@ class RequestFlow:
             ended: its pod works on it no more.
             taken: its pod had begun it.
         """
-        leg = self._open_attempt()
+        leg = self._attempts.the_open
         if ended:
             self._attempts.finish(out)
         else:
@@ -372,35 +382,49 @@ class RequestFlow:
         self._losses.add(leg.kind, leg.pod, how, taken=taken, gained=leg.gained, now=now)
         if how not in NO_FAULT_OF_THE_POD:
             out.append(PodFailed(leg.pod, leg.kind, how))
-        self._release(leg.kind, out)
+        self._holds.release(leg.kind, out)
         if leg.kind == "prefill":
+            self._answer.recompute = recompute_reason(how)
             self._after_prefill_failed(how, now, out)
         elif how == "deadline":
             self._fail(failures.DEADLINE, now, out)
         elif how == "protocol" and leg.sent:
             self._give_up("protocol", failures.ENGINE_PROTOCOL, now, out)
+        elif how == "transfer":
+            self._after_transfer_failed(now, out)
         else:
             if how == "protocol":
                 self._answer.rewind()
             if leg.gained:
-                self._drop_handle(out)
+                self._holds.withdraw(out)  # decode has read the KV, or has not: the next leg does without it
             self._after_decode_failed(how, now, out, lost=taken and (how in LOST or leg.gained))
 
     def _after_prefill_failed(self, how: Fault, now: float, out: list[Effect]) -> None:
-        self._answer.recompute = recompute_reason(how)
         reason = self._losses.why_give_up(patient=True)
+        most = 2 if self._policy == "recompute" else self._limits.prefill_attempts
+        full = self._policy != "recompute" and self._losses.prefill_is_full
         if now >= self._deadline_at:
             self._fail(failures.DEADLINE, now, out)
         elif reason is not None:
             self._give_up(reason, LEG_FAILURES[how], now, out)
-        elif self._prefill_retried or self._answer.begun:
-            self._decode_alone(now, out)
+        elif not self._answer.begun and (self._prefill_legs < most or full):
+            self._choose_prefill(out)
         else:
-            self._prefill_retried = True
-            self.state = State.CHOOSING_PREFILL
-            # The decode pod is never its own prefill pod.
-            excluded = self._losses.excluded("prefill") | {self._decode_choice}
-            out.append(NeedPod("prefill", excluded, self._compat_hash))
+            self._without_prefill(now, out)
+
+    def _after_transfer_failed(self, now: float, out: list[Effect]) -> None:
+        """Decode could not get the prompt's KV and was not to compute it: another prefill pod, if there is one."""
+        lender = self._holds.lease_pod
+        self._holds.withdraw(out)
+        if lender is not None:
+            self._losses.add("prefill", lender, "transfer", taken=False, gained=False, now=now)
+        self._holds.book("decode", self._decode_pod, out, computes=False)
+        if self._policy == "fail":
+            self._give_up("transfer", failures.TRANSFER_FAILED, now, out)
+        elif self._prefill_legs >= self._limits.prefill_attempts:
+            self._without_prefill(now, out)
+        else:
+            self._choose_prefill(out)
 
     def _after_decode_failed(self, how: Fault, now: float, out: list[Effect], *, lost: bool) -> None:
         """``lost``: the pod had the leg, and something of it."""
@@ -417,13 +441,6 @@ class RequestFlow:
         """Whether there is an answer to be saved, so that it is worth while to wait for a pod."""
         return self._answer.begun or (self._answer.given.tokens > 0 and self._losses.error is not failures.BUSY)
 
-    def _drop_handle(self, out: list[Effect]) -> None:
-        """Decode has made use of the handle, or has not: the next leg does not need it."""
-        if self._lease is not None:
-            out.append(AbortLeg(*self._lease))
-        self._lease = None
-        self._leg = msgspec.structs.replace(self._leg, handle=None)
-
     def _tick(self, event: Tick, now: float, out: list[Effect]) -> None:
         stalls_at = self._attempts.stalls_at()
         if self.state is State.ENDING:
@@ -431,8 +448,10 @@ class RequestFlow:
                 self._finish(now, out)
         elif now >= self._deadline_at:
             self._fail(failures.DEADLINE, now, out)
-        elif self.state is State.WAITING and now >= self._until:
-            self._choose_decode(out)
+        elif self.state in _WAITING:
+            if now >= self._until:
+                choose = self._choose_decode if self.state is State.WAITING_FOR_DECODE else self._choose_prefill
+                choose(out)
         elif stalls_at is not None and now >= stalls_at:
             self._leg_failed("stalled", now, out)
         elif self.state is State.PREFILLING and now >= self._until:
@@ -452,10 +471,10 @@ class RequestFlow:
 
     def _finish(self, now: float, out: list[Effect]) -> None:
         self._attempts.finish(out)
-        self._release("decode", out)
-        if self._lease is not None and self._answer.end is not None and self._answer.end.recomputed:
-            out.append(AbortLeg(*self._lease))  # a handle that was refused unread was given up to nobody
-        self._lease = None  # decode has read it
+        self._holds.release("decode", out)
+        if self._answer.end is not None and self._answer.end.recomputed:
+            self._holds.withdraw(out)  # a handle that was refused unread was given up to nobody
+        self._holds.read()
         self._answer.finish(out)
         self._record("ok", now, out)
 
@@ -471,68 +490,13 @@ class RequestFlow:
     def _stop(self, out: list[Effect]) -> None:
         """Leave nothing behind at any pod."""
         self._attempts.abort(out)
-        if self._lease is not None:
-            out.append(AbortLeg(*self._lease))
-            self._lease = None
-        for kind in tuple(self._booked):
-            self._release(kind, out)
+        self._holds.give_back(out)
 
     def _record(self, outcome: Outcome, now: float, out: list[Effect], gave_up: GaveUp | None = None) -> None:
         self.state = State.DONE
-        out.append(
-            self._answer.record(
-                outcome,
-                now,
-                pods=(self._prefill_pod, self._decode_pod),
-                legs=self._attempts.opened,
-                resumed=tuple(self._losses.causes),
-                gave_up=gave_up,
-            )
-        )
-
-    # ---- small parts -------------------------------------------------------------------------------------------
+        pods = (self._prefill_pod, self._decode_pod or None)
+        legs, resumed = self._attempts.opened, tuple(self._losses.causes)
+        out.append(self._answer.record(outcome, now, pods=pods, legs=legs, resumed=resumed, gave_up=gave_up))
 
     def _ignore(self, event: Event, now: float, out: list[Effect]) -> None:
         """Late news of a leg or a client that no longer matters."""
-
-    def _open_attempt(self) -> Attempt:
-        assert self._attempts.open is not None
-        return self._attempts.open
-
-    def _book(self, kind: Kind, pod: str, out: list[Effect], *, computes: bool = True) -> None:
-        assert kind not in self._booked
-        self._booked[kind] = pod
-        out.append(Book(kind, pod, computes))
-
-    def _release(self, kind: Kind, out: list[Effect]) -> None:
-        pod = self._booked.pop(kind, None)
-        if pod is not None:
-            out.append(Release(kind, pod))
-
-
-# Takes the flow, the one kind of event of its column, the time and the effects so far.
-_Method = Callable[..., None]
-
-
-def _table() -> dict[tuple[State, type[Event]], _Method | None]:
-    """Each state and event: the method that handles it; ``None`` where it cannot happen."""
-    flow = RequestFlow
-    events = (Start, PodChosen, LegFrames, LegClosed, ClientGone, Stopping, Tick)
-    late = (flow._ignore, flow._ignore)
-    leg = (flow._frames, flow._closed)
-    end = (flow._gone, flow._stopped, flow._tick)
-    rows: dict[State, tuple[_Method | None, ...]] = {
-        State.NEW: (flow._start, None, None, None, *end),
-        State.PREFILLING: (None, None, *leg, *end),
-        State.CHOOSING_PREFILL: (None, flow._prefill_chosen, *late, *end),
-        State.CHOOSING_DECODE: (None, flow._decode_chosen, *late, *end),
-        State.WAITING: (None, None, *late, *end),
-        State.DECODING: (None, None, *leg, *end),
-        State.STREAMING: (None, None, *leg, *end),
-        State.ENDING: (None, None, *leg, flow._gone, flow._stopped_at_end, flow._tick),
-        State.DONE: (None, flow._ignore, *late, flow._ignore, flow._ignore, flow._ignore),
-    }
-    return {(state, event): method for state, row in rows.items() for event, method in zip(events, row, strict=True)}
-
-
-TRANSITIONS = _table()

@@ -16,6 +16,7 @@ GaveUp = Literal[
     "losses",  # too many legs were lost
     "protocol",  # what the client has may be wrong
     "memory",  # too many ids to keep
+    "transfer",  # its KV could not be ferried, and the service asks for nothing else
 ]
 
 # How a leg's connection ended without the flow having asked for it.
@@ -29,6 +30,10 @@ CloseCause = Literal[
     "invalid",  # 400, 413, 422
     "failed",  # any other
 ]
+
+# What is done when a prompt's KV cannot be ferried: decode computes it, another prefill pod is tried before that, or
+# the request fails.
+FailurePolicy = Literal["recompute", "retry", "fail"]
 
 Outcome = Literal[
     "ok", "invalid", "busy", "unavailable", "deadline", "failed", "cancelled", "client_stalled", "stopping"
@@ -132,6 +137,7 @@ class Release:
 class NeedPod:
     """Select another pod, none of ``excluded`` and of this ``compat_hash``, and answer with ``PodChosen``.
 
+    ``beside``: the other pod of its pair, decode for prefill and the other way round.
     ``ferried``: the prompt's KV waits for it at a prefill pod. ``resume``: it goes on with an answer, which counts
     against the router's resumes; if nothing is ferried, a prefill pod may be chosen with a decode pod.
     """
@@ -139,6 +145,7 @@ class NeedPod:
     kind: Kind
     excluded: frozenset[str]
     compat_hash: str = ""
+    beside: str | None = None
     ferried: bool = False
     resume: bool = False
 
@@ -171,6 +178,15 @@ class PodFailed:
 
     pod: str
     kind: Kind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ferried:
+    """Decode has the prompt's KV from this prefill pod, or (``reason``) could not get it."""
+
+    prefill: str
+    decode: str
     reason: str
 
 
@@ -237,6 +253,7 @@ Effect = (
     | FinishLeg
     | AbortLeg
     | PodFailed
+    | Ferried
     | Resumed
     | Send
     | FinishAnswer

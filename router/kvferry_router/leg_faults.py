@@ -6,7 +6,7 @@ from kvferry_router import failures
 from kvferry_router.flow_messages import CloseCause, Failure
 from kvferry_wire.frames import FailKind
 
-Fault = Literal["busy", "draining", "dead", "stalled", "deadline", "protocol", "failed"]
+Fault = Literal["busy", "draining", "dead", "stalled", "deadline", "protocol", "failed", "transfer"]
 
 # By how the stream ended. `invalid` is the client's fault and no fault of a leg.
 CLOSED_AS: dict[CloseCause, Fault] = {
@@ -27,6 +27,7 @@ FAILED_AS: dict[FailKind, Fault] = {
     "deadline": "deadline",
     "cancelled": "failed",  # not by us
     "internal": "failed",
+    "transfer": "transfer",
 }
 # Refused by status: there is nothing at the pod to abort.
 NEVER_TAKEN: frozenset[CloseCause] = frozenset({"busy", "draining", "invalid"})
@@ -39,9 +40,10 @@ LEG_FAILURES: dict[Fault, Failure] = {
     "protocol": failures.ENGINE_PROTOCOL,
     "failed": failures.ENGINE_FAILED,
     "deadline": failures.DEADLINE,
+    "transfer": failures.TRANSFER_FAILED,
 }
 # A healthy pod may have these.
-NO_FAULT_OF_THE_POD: frozenset[Fault] = frozenset({"busy", "draining", "deadline"})
+NO_FAULT_OF_THE_POD: frozenset[Fault] = frozenset({"busy", "draining", "deadline", "transfer"})
 # The pod had the leg, and lost it.
 LOST: frozenset[Fault] = frozenset({"dead", "stalled", "protocol", "failed"})
 

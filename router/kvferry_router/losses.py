@@ -30,6 +30,7 @@ class Losses:
         self._tries = 0  # decode legs lost since the last token
         self._pauses = 0
         self._since: float | None = None  # since when there is no leg that lives
+        self.prefill_is_full = False  # the last prefill leg was not taken for want of room
         self.error: Failure = failures.NO_CAPACITY  # what the client is told when no pod is left
 
     def __repr__(self) -> str:
@@ -38,6 +39,8 @@ class Losses:
     def add(self, kind: Kind, pod: str, how: Fault, *, taken: bool, gained: bool, now: float) -> None:
         """A leg is lost. ``taken``: its pod had begun it; ``gained``: tokens came of it."""
         self._tried[kind].add(pod)
+        if kind == "prefill":
+            self.prefill_is_full = how in ("busy", "draining")
         if how == "protocol":
             self._broken[kind].add(pod)
         if taken and how in LOST:
@@ -73,10 +76,14 @@ class Losses:
             return "no_pod"
         return None
 
-    def pause(self, now: float) -> float | None:
-        """No pod was left: when to look again, at any pod that did not break the protocol; ``None``: time is up."""
-        assert self._since is not None
-        until = self._since + self._limits.resume_wait_s
+    def pause(self, now: float, until: float | None = None) -> float | None:
+        """No pod was left: when to look again, at any pod that did not break the protocol; ``None``: time is up.
+
+        ``until``: for how long; else for as long as an answer is worth the wait.
+        """
+        if until is None:
+            assert self._since is not None
+            until = self._since + self._limits.resume_wait_s
         if now >= until:
             return None
         pause = min(self._limits.resume_pause_s * (1 << self._pauses), self._limits.resume_longest_pause_s)

@@ -58,6 +58,9 @@ class RouterMetrics:
             registry, "router_gave_up", "Requests that failed, by why no further pod was tried.", ("reason",)
         )
         self.resume_ids: Gauge = metrics.gauge(registry, "router_resume_ids", "Ids of running answers that are kept.")
+        self.pairs_barred: Gauge = metrics.gauge(
+            registry, "router_pairs_barred", "Pairs of pods that are left alone because transfers between them fail."
+        )
         self.aborts = metrics.counter(registry, "router_aborts", "Legs aborted by name.", ("confirmed",))
         self.rejoins = metrics.counter(
             registry, "router_state_rejoins", "State streams joined again, by reason.", ("reason",)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvferry_router.bookings import Bookings
+from kvferry_router.breakers import Pair, PairBreakers
 from kvferry_router.discovery.pod_table import PodRecord, PodTable
 from kvferry_router.explain import DecisionLog
 from kvferry_router.flow_messages import Kind, NeedPod
@@ -24,10 +25,15 @@ Hashes = Mapping[int, Sequence[bytes]]  # block size -> the prompt's chained has
 class PodPool:
     """Pods, and who gets the next leg."""
 
-    def __init__(self, *, limits: Limits, policy: Policy, model: str, rng: random.Random) -> None:
+    def __init__(
+        self, *, limits: Limits, policy: Policy, model: str, rng: random.Random, must_ferry: bool = False
+    ) -> None:
+        """``must_ferry``: KV that cannot be ferried fails requests, so that no pair is left alone for it."""
         self.table = PodTable(limits)
         self.index = PrefixIndex(limits.index_blocks)
         self.bookings = Bookings()
+        self.breakers = PairBreakers(limits)
+        self.must_ferry = must_ferry
         self.decisions = DecisionLog(limits.decisions)
         self._policy = policy
         self.model = model
@@ -81,20 +87,48 @@ class PodPool:
 
     def choose(self, ask: Ask, hashes: Hashes, now: float) -> Decision:
         """Select for a new request, and keep the decision."""
-        decision = choose(ask, self.candidates(hashes, now), self._policy, self._rng)
+        decision = self._choose(ask, hashes, now)
         self.decisions.add(decision)
+        return decision
+
+    def _choose(self, ask: Ask, hashes: Hashes, now: float) -> Decision:
+        candidates = self.candidates(hashes, now)
+        decision = choose(replace(ask, barred=self.barred(now)), candidates, self._policy, self._rng)
+        if decision.reason == "no_prefill" and self.must_ferry:
+            # The service would rather have a transfer that may fail than none.
+            decision = choose(ask, candidates, self._policy, self._rng)
+        if decision.prefill is not None and decision.decode is not None:
+            self.breakers.chosen(self._pair(decision.prefill, decision.decode), now)
         return decision
 
     def choose_again(self, ask: Ask, hashes: Hashes, now: float, need: NeedPod) -> Decision:
         """Select for a leg that failed: another pod of its kind, or a new start for an answer that has begun."""
         ask = replace(ask, excluded=need.excluded, compat_hash=need.compat_hash)
-        candidates = self.candidates(hashes, now)
         if need.resume and not need.ferried:
-            decision = replace(choose(ask, candidates, self._policy, self._rng), reason="resume")
+            decision = replace(self._choose(ask, hashes, now), reason="resume")
         else:
+            barred = {name for pair in self.barred(now) if need.beside in pair for name in pair}
+            ask = replace(ask, excluded=need.excluded | barred)
+            candidates = self.candidates(hashes, now)
             decision = choose_again(ask, candidates, self._policy, self._rng, kind=need.kind, ferried=need.ferried)
         self.decisions.add(decision)
         return decision
+
+    def ferried(self, prefill: str, decode: str, reason: str, now: float) -> None:
+        """How a transfer between two pods went; no reason means that it went well."""
+        self.breakers.result(self._pair(prefill, decode), reason, now)
+
+    def barred(self, now: float) -> frozenset[tuple[str, str]]:
+        """Pairs of pods, prefill first, that get no KV across at present."""
+        barred = self.breakers.barred(now)
+        return frozenset((p.prefill, p.decode) for p in barred if p == self._pair(p.prefill, p.decode))
+
+    def _pair(self, prefill: str, decode: str) -> Pair:
+        lives = []
+        for name in (prefill, decode):
+            record = self.table.get(name)
+            lives.append("" if record is None or record.info is None else record.info.incarnation)
+        return Pair(prefill, decode, *lives)
 
     def candidates(self, hashes: Hashes, now: float) -> list[Candidate]:
         """All described pods as selection sees them."""

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from kvferry_router import failures
 from kvferry_router.discovery.watch import PodWatch
-from kvferry_router.flow import RequestFlow, State
+from kvferry_router.flow import RequestFlow
 from kvferry_router.flow_messages import (
     AbortLeg,
     Book,
@@ -18,6 +18,8 @@ from kvferry_router.flow_messages import (
     Effect,
     Event,
     FailAnswer,
+    FailurePolicy,
+    Ferried,
     FinishAnswer,
     FinishLeg,
     Kind,
@@ -34,12 +36,14 @@ from kvferry_router.flow_messages import (
     Stopping,
     Tick,
 )
+from kvferry_router.flow_states import State
 from kvferry_router.given import IdBudget
 from kvferry_router.legs import run_leg
 from kvferry_router.metrics import RouterMetrics
 from kvferry_router.output import ClientStalledError, Output
 from kvferry_router.pod_client import PodClient
 from kvferry_router.pool import Hashes, PodPool
+from kvferry_router.resumes import ResumeBudget, Suspects
 from kvferry_router.select.candidates import Ask
 from kvferry_router.select.policy import Decision
 from kvferry_service import logs
@@ -85,7 +89,10 @@ class Proxy:
     metrics: RouterMetrics
     limits: Limits
     background: Background
+    failure_policy: FailurePolicy
     id_budget: IdBudget
+    resumes: ResumeBudget
+    suspects: Suspects
 
 
 class RequestRun:
@@ -108,7 +115,12 @@ class RequestRun:
         self._leg = leg
         self._loop = asyncio.get_running_loop()
         self._flow = RequestFlow(
-            leg, proxy.limits, deadline_s=deadline_s, accepted_at=accepted_at, budget=proxy.id_budget
+            leg,
+            proxy.limits,
+            deadline_s=deadline_s,
+            accepted_at=accepted_at,
+            policy=proxy.failure_policy,
+            budget=proxy.id_budget,
         )
         self._output = Output(request, proxy.limits)
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -213,6 +225,8 @@ class RequestRun:
                 self._events.append(self._choose(effect))
             case PodFailed():
                 self._pod_failed(effect)
+            case Ferried(prefill, decode, reason):
+                self._proxy.pool.ferried(prefill, decode, reason, self._loop.time())
             case Resumed():
                 self._resumed(effect)
             case FinishAnswer() | FailAnswer():
@@ -290,6 +304,8 @@ class RequestRun:
         pool.bookings.book(self._key(effect.kind), effect.pod, prefill_tokens=tokens, decode_blocks=blocks)
 
     def _choose(self, effect: NeedPod) -> PodChosen:
+        if effect.resume and not self._proxy.resumes.take(self._loop.time()):
+            return PodChosen(effect.kind, None)
         decision = self._proxy.pool.choose_again(self._ask, self._hashes, self._loop.time(), effect)
         self._note(decision)
         if effect.kind == "prefill":
@@ -325,6 +341,8 @@ class RequestRun:
             metrics.recomputes.labels(metrics.recompute_reason.value(record.recomputed)).inc()
         if record.gave_up:
             metrics.gave_up.labels(record.gave_up).inc()
+        if record.gave_up == "barren":
+            self._proxy.suspects.add(self._leg, self._loop.time())
         _log.info(
             "request",
             extra=logs.fields(

@@ -182,7 +182,7 @@ def from_fail(fail: Fail, limits: Limits = DEFAULT_LIMITS) -> ApiError:
             return bad_request(message, param=fail.param)
         case "busy":
             return over_capacity(message, retry_after=limits.retry_after_s)
-        case "draining":
+        case "draining" | "transfer":
             return unavailable(message, retry_after=limits.retry_after_s)
         case "deadline":
             return deadline_exceeded(message)
@@ -199,4 +199,5 @@ _DEFAULT_MESSAGE: dict[FailKind, str] = {
     "deadline": "the request's time is up",
     "cancelled": "the request was cancelled",
     "internal": "the server failed to answer the request",
+    "transfer": "the prompt's KV could not be ferried",
 }

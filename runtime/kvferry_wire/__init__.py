@@ -7,7 +7,8 @@ does no I/O, so that the router, the engine, the tools and the simulation read o
 ``PROTOCOL_VERSION`` history:
 
 1. Leg, frames, KV handle, KV control, tcp reads, state stream.
-2. A leg goes on with an answer: frame `Begun`; a leg names its compat hash and how earlier ones were lost.
+2. A leg goes on with an answer: frame `Begun`; a leg names its compat hash and how earlier ones were lost, and may
+   insist on ferried KV: `Fail` of kind `transfer`.
 """
 
 PROTOCOL_VERSION = 2

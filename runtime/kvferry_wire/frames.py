@@ -18,6 +18,7 @@ FailKind = Literal[
     "cancelled",  # aborted by name or by a tombstone
     "draining",  # this pod does not take the leg: it is drained, its engine starts again, or it is another model's
     "internal",  # the engine failed
+    "transfer",  # the KV could not be had, and the leg is not to compute it: `param` says why, in a word
 ]
 
 
@@ -68,7 +69,10 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
-    """The leg ends without an answer. ``message`` is fit for the client: no path, no address, no prompt."""
+    """The leg ends without an answer. ``message`` is fit for the client: no path, no address, no prompt.
+
+    ``param``: the field of the request at fault; of `transfer`, the reason.
+    """
 
     kind: FailKind
     message: str

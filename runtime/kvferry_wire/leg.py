@@ -56,6 +56,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     extras: KeyExtras
     cached_tokens: int = 0  # of the first prefill, for usage
     handle: KVHandle | None = None
+    must_pull: bool = False  # a handle whose KV cannot be had ends the leg (`Fail` of kind `transfer`)
     recompute: str = ""  # why the prefill pod was not asked or failed: shown in the final path and counted
     resumed: str = ""  # how earlier decode legs of this answer were lost; a stream tells it in a comment
     compat_hash: str = ""  # of the pods that this answer may be computed on; another one refuses the leg

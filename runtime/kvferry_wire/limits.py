@@ -88,6 +88,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     queue_wait_s: float = 5.0  # a request that waited for so long in the router's queue is refused
     capacity_wait_s: float = 0.75  # for a pod to come back, before a request is refused for want of any
     prefill_share: float = 0.25  # of the request deadline: what one prefill leg may take before decode goes on alone
+    prefill_attempts: int = 3  # prefill legs of one request, where a service asks for others to be tried
+    pair_failures: int = 3  # transfers between two pods that fail in a row: the pair is left alone
+    pair_open_s: float = 1.0  # for so long at first, doubled with each further failure
+    pair_open_cap_s: float = 30.0
+    pair_trial_s: float = 10.0  # one request may try it again, alone for so long
+    pairs: int = 4096
     decode_attempts: int = 3  # decode legs of one request before there is anything of its answer
     resume_wait_s: float = 30.0  # for a pod that goes on with an answer that has begun, before it fails
     resume_pause_s: float = 0.1  # between two looks for one, doubled each time

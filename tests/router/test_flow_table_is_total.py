@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from kvferry_router.flow import TRANSITIONS, IllegalEventError, RequestFlow, State
+from kvferry_router.flow import RequestFlow
 from kvferry_router.flow_messages import (
     AbortLeg,
     ClientGone,
@@ -20,6 +20,7 @@ from kvferry_router.flow_messages import (
     Stopping,
     Tick,
 )
+from kvferry_router.flow_states import TRANSITIONS, IllegalEventError, State
 from kvferry_wire.frames import Fail
 from kvferry_wire.limits import Limits
 
@@ -45,7 +46,7 @@ def state_of(value: object) -> object:
 
 
 def make_flow() -> RequestFlow:
-    return RequestFlow(make_leg(), Limits(), deadline_s=60.0, accepted_at=0.0)
+    return RequestFlow(make_leg(), Limits(), deadline_s=60.0, accepted_at=0.0, policy="retry")
 
 
 def bring_to(state: State) -> RequestFlow:
@@ -56,7 +57,8 @@ def bring_to(state: State) -> RequestFlow:
         State.NEW: (),
         State.PREFILLING: (Start("p1", "d1"),),
         State.CHOOSING_PREFILL: (Start("p1", "d1"), LegFrames(0, (busy,))),
-        State.WAITING: (Start(None, "d1"), LegFrames(0, (make_tokens(1), busy)), PodChosen("decode", None)),
+        State.WAITING_FOR_PREFILL: (Start("p1", "d1"), LegFrames(0, (busy,)), PodChosen("prefill", None)),
+        State.WAITING_FOR_DECODE: (Start(None, "d1"), LegFrames(0, (make_tokens(1), busy)), PodChosen("decode", None)),
         State.DECODING: (Start("p1", "d1"), LegFrames(0, (make_prefilled(handle=make_handle()),))),
         State.CHOOSING_DECODE: (Start(None, "d1"), LegFrames(0, (busy,))),
         State.STREAMING: (Start(None, "d1"), LegFrames(0, (make_tokens(1),))),
@@ -70,8 +72,9 @@ def bring_to(state: State) -> RequestFlow:
 
 
 def test_table_names_each_state_and_event_once() -> None:
-    """The table has a cell for each pair, and no other."""
+    """The table has a cell for each pair, and no other; what it names is there."""
     assert set(TRANSITIONS) == {(state, type(event)) for state in State for event in EVENTS}
+    assert [name for name in TRANSITIONS.values() if name is not None and not hasattr(RequestFlow, name)] == []
 
 
 @pytest.mark.parametrize("state", list(State), ids=lambda state: state.value)
@@ -126,7 +129,8 @@ STOPPED_AT: dict[State, list[AbortLeg]] = {
     State.CHOOSING_PREFILL: [],
     State.DECODING: [AbortLeg(1, "d1"), AbortLeg(0, "p1")],
     State.CHOOSING_DECODE: [],
-    State.WAITING: [],
+    State.WAITING_FOR_PREFILL: [],
+    State.WAITING_FOR_DECODE: [],
     State.STREAMING: [AbortLeg(0, "d1")],
 }
 
@@ -139,7 +143,7 @@ def test_router_that_stops_fails_the_answer_and_frees_both_pods(state: State) ->
     (fail,) = [effect for effect in effects if isinstance(effect, FailAnswer)]
     assert (fail.failure.status, fail.failure.code) == (503, "stopping")
     assert fail.failure.retry_after_s is not None
-    assert fail.in_band == (state in (State.STREAMING, State.WAITING))
+    assert fail.in_band == (state in (State.STREAMING, State.WAITING_FOR_DECODE))
     assert [effect for effect in effects if isinstance(effect, AbortLeg)] == STOPPED_AT[state]
     assert [effect.outcome for effect in effects if isinstance(effect, Record)] == ["stopping"]
     assert flow.booked() == {}

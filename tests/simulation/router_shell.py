@@ -221,6 +221,8 @@ class Router:
                 pass  # the stream is left to close by itself
             case messages.AbortLeg(attempt, pod):
                 self._abort_leg(served, attempt, pod)
+            case messages.Ferried():
+                pass
             case messages.Resumed(cause, gap_s):
                 self.world.count(f"resumed_{cause}")
                 self.process.log(name, f"resumed after {cause}, {gap_s:.3f} s")

@@ -24,7 +24,9 @@ REVISION_FIELDS: dict[str, str] = {
     "decode.env": "may change what is computed",
     "decode.image": "other code",
     "decode.resources": "sizes threads and KV memory",
-    "transfer": "how KV is ferried; both sides must agree",
+    "transfer.backend": "how KV is ferried; both sides must agree",
+    "transfer.lease": "how KV is ferried; both sides must agree",
+    "transfer.trustNetwork": "how KV is ferried; both sides must agree",
 }
 
 # Field -> why the same pods serve on.
@@ -45,6 +47,7 @@ OTHER_FIELDS: dict[str, str] = {
         )
     },
     "router": "the router computes no KV",
+    "transfer.failurePolicy": "the router's decision, which it sends along with each leg",
     "model.size": "sizes the pod, not what it computes",
     "model.tokenSecretRef": "how the same weights are got",
 }

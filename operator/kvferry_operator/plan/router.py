@@ -42,6 +42,7 @@ def _argv(service: InferenceService, router: Router) -> list[Argument]:
         argv += ["--disaggregate-min-tokens", str(chosen.min_uncached_tokens)]
     if chosen.max_cached_share is not None:
         argv += ["--disaggregate-max-cached-share", str(chosen.max_cached_share)]
+    argv += ["--transfer-failure", service.spec.transfer.failure_policy]
     deadline = router.request_deadline
     seconds = DEFAULT_LIMITS.request_deadline_s if deadline is None else parse_duration(deadline)
     return [*argv, "--request-deadline", format_seconds(seconds)]

@@ -17,6 +17,7 @@ class Ask:
     text_digest: str  # of the bundle that the prompt was tokenized with
     excluded: frozenset[str] = frozenset()  # pods that failed on this request
     compat_hash: str = ""  # of the pods that began the answer; empty while none has
+    barred: frozenset[tuple[str, str]] = frozenset()  # (prefill, decode): transfers between them fail
 
 
 @dataclass(frozen=True, slots=True)

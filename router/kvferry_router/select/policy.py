@@ -1,7 +1,9 @@
 """Selection: candidates -> filter -> score -> pick. Free of side effects; the caller books before it opens a leg."""
 
+import heapq
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,7 +53,7 @@ class Decision:
     decode: str | None
     prompt_tokens: int
     scores: dict[str, tuple[Score, ...]]  # "prefill", "decode", "alone"
-    filtered: dict[str, dict[str, str]]  # "prefill", "decode" -> pod -> why not
+    filtered: dict[str, dict[str, str]]  # "prefill", "decode" -> pod -> why not; "pairs" -> both -> why not
     compat_hash: str = ""  # of the chosen pods
 
 
@@ -78,7 +80,9 @@ def choose(ask: Ask, candidates: Sequence[Candidate], policy: Policy, rng: rando
         return alone_for(alone_reason)
     scores["prefill"] = tuple(score_prefill(pod, ask, policy.costs) for pod in prefill_pool)
     scores["decode"] = tuple(score_decode(pod, ask, policy.costs) for pod in decode_pool)
-    pair = _best_pair(candidates, scores["prefill"], scores["decode"], rng)
+    pair = _best_pair(compat, scores["prefill"], scores["decode"], ask.barred, rng)
+    if ask.barred:
+        filtered["pairs"] = {f"{prefill} {decode}": "transfers between them fail" for prefill, decode in ask.barred}
     if pair is None:
         return alone_for("no_prefill")
     return chosen("split", *pair)
@@ -138,32 +142,36 @@ def _pool(kind: Kind, ask: Ask, candidates: Sequence[Candidate]) -> tuple[list[C
 
 
 def _best_pair(
-    candidates: Sequence[Candidate], prefill: Sequence[Score], decode: Sequence[Score], rng: random.Random
+    compat: Mapping[str, str],
+    prefill: Sequence[Score],
+    decode: Sequence[Score],
+    barred: frozenset[tuple[str, str]],
+    rng: random.Random,
 ) -> tuple[str, str] | None:
-    """The pair of least summed cost among two pods of equal compat hash.
+    """The pair of least summed cost among two pods of equal compat hash that get KV across.
 
-    The sum's terms are independent but for "not the same pod", so within a hash the best pair holds the best prefill
-    pod or the best decode pod.
+    The sum's terms are independent but for the pairs that cannot be: a pod with itself, and barred ones. So within a
+    hash the best pair is made of the best pods of each side, one more than there are impossible pairs of any one pod.
     """
-    compat = {pod.name: pod.compat_hash for pod in candidates}
     pairs: list[tuple[Score, Score]] = []
+    most = 2 + max(Counter(name for pair in barred for name in pair).values(), default=0)
     for group in sorted({compat[score.pod] for score in prefill} & {compat[score.pod] for score in decode}):
-        givers = [score for score in prefill if compat[score.pod] == group]
-        takers = [score for score in decode if compat[score.pod] == group]
-        giver, taker = pick(givers, rng), pick(takers, rng)
-        assert giver is not None and taker is not None
-        if giver.pod != taker.pod:
-            pairs.append((giver, taker))
-            continue
-        other_taker = pick([score for score in takers if score.pod != giver.pod], rng)
-        other_giver = pick([score for score in givers if score.pod != taker.pod], rng)
-        if other_taker is not None:
-            pairs.append((giver, other_taker))
-        if other_giver is not None:
-            pairs.append((other_giver, taker))
+        givers = _best([score for score in prefill if compat[score.pod] == group], most, rng)
+        takers = _best([score for score in decode if compat[score.pod] == group], most, rng)
+        pairs += [
+            (giver, taker)
+            for giver in givers
+            for taker in takers
+            if giver.pod != taker.pod and (giver.pod, taker.pod) not in barred
+        ]
     if not pairs:
         return None
     best = pick([Score(f"{p.pod}\0{d.pod}", p.total_s + d.total_s, {}) for p, d in pairs], rng)
     assert best is not None
     giver_pod, _, taker_pod = best.pod.partition("\0")
     return giver_pod, taker_pod
+
+
+def _best(scores: Sequence[Score], most: int, rng: random.Random) -> list[Score]:
+    """So many of the least costs, ties by chance."""
+    return heapq.nsmallest(most, scores, key=lambda score: (score.total_s, rng.random()))

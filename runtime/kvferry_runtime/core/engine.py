@@ -33,7 +33,7 @@ from kvferry_runtime.core.messages import (
     TokensOut,
 )
 from kvferry_runtime.core.plan import StepPlan, StepResult
-from kvferry_runtime.core.scheduler import Scheduler
+from kvferry_runtime.core.scheduler import NO_ROOM, Scheduler
 from kvferry_runtime.core.sequence import Sequence, State
 from kvferry_runtime.core.tombstones import Tombstones
 from kvferry_wire.frames import FailKind
@@ -91,6 +91,8 @@ class EngineCore:
         """The next step, ``None`` when there is nothing to compute now, and pulls that can start."""
         self._between_steps("schedule")
         rows, planned, effects = self._scheduler.schedule(now)
+        for leg in self._scheduler.take_helpless():
+            effects += self._not_ferried(leg, NO_ROOM)
         if not rows:
             return None, effects
         self._steps += 1
@@ -236,6 +238,10 @@ class EngineCore:
                 effects.append(PrefilledOut(key=leg.key, first=self._first_tokens(leg), cached_tokens=0))
             return effects
         fault = handle_fault(submit, self.config)
+        if submit.must_pull and (fault or submit.handle is None):
+            if submit.handle is not None:
+                effects.append(DropLease(key=leg.key, reason=fault))
+            return [*effects, _not_ferried(leg, fault or submit.recompute)]
         if fault:
             leg.recomputed = fault
             effects.append(DropLease(key=leg.key, reason=fault))
@@ -310,6 +316,8 @@ class EngineCore:
         if event.reason:
             leg.recomputed = event.reason
             self._scheduler.pull_failed(sequence)
+            if leg.submit.must_pull:
+                return self._not_ferried(leg, event.reason)
         else:
             self._scheduler.pulled(sequence, leg.prompt_len)
         return []
@@ -372,6 +380,10 @@ class EngineCore:
         if leg.key in self._legs and not leg.open_choices():
             self._remove(leg, "ended")
 
+    def _not_ferried(self, leg: LiveLeg, reason: str) -> list[EngineEffect]:
+        """The KV of a leg that may not compute it could not be had."""
+        return [*self._remove(leg, reason), _not_ferried(leg, reason)]
+
     def _fail(self, leg: LiveLeg, kind: FailKind, message: str) -> list[EngineEffect]:
         return [*self._remove(leg, kind), FailOut(key=leg.key, kind=kind, message=message)]
 
@@ -397,3 +409,9 @@ class EngineCore:
         self._plan = None
         planned, self._planned = self._planned, []
         return planned
+
+
+def _not_ferried(leg: LiveLeg, reason: str) -> FailOut:
+    return FailOut(
+        key=leg.key, kind="transfer", message=f"the prompt's KV could not be ferried: {reason}", reason=reason
+    )

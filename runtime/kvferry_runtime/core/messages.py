@@ -38,6 +38,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     eos_token_ids: tuple[int, ...]
     handle: KVHandle | None = None  # checked (MAC and digest) by the shell before the core sees it
     recompute: str = ""  # why a handle was dropped before this, for `TokensOut.recomputed`
+    must_pull: bool = False  # a handle whose KV cannot be had ends the leg
 
     def __repr__(self) -> str:
         return f"Submit({self.key}, {self.kind}, prompt={len(self.prompt_ids)}, n={len(self.emitted)})"
@@ -118,6 +119,7 @@ class FailOut(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
     key: LegKey
     kind: FailKind
     message: str
+    reason: str = ""  # of kind `transfer`: a label of `transfer.reasons`
 
 
 EngineOutput = TokensOut | PrefilledOut | FailOut

@@ -11,7 +11,7 @@ The policy, first come first served (by the leg's arrival):
    stops admission, so that none is overtaken for ever. Sequences that wait for a transfer slot stop only each other.
 3. When nothing has moved for ``Limits.room_wait_s`` (no row, no transfer), the blocks are with leases whose readers may
    wait for room just as this engine does, and on it: sequences that wait to pull give up their own leases, so that no
-   two engines wait for each other. They compute their KV when there is room.
+   two engines wait for each other. They compute their KV when there is room, or end if they may not.
 """
 
 import bisect
@@ -53,6 +53,7 @@ class Scheduler:
         self.pulling: list[Sequence] = []
         self.preemptions = 0
         self._stuck_since: float | None = None
+        self._helpless: list[LiveLeg] = []
 
     # ---- sequences come, go and change ----
 
@@ -117,6 +118,11 @@ class Scheduler:
                 self._queue(child)
         root.choice = first
         root.tokens.extend(leg.choices[first].emitted)
+
+    def take_helpless(self) -> list[LiveLeg]:
+        """Legs that have to give their lease up and may not compute its KV: the caller ends them."""
+        helpless, self._helpless = self._helpless, []
+        return helpless
 
     # ---- one step ----
 
@@ -222,6 +228,9 @@ class Scheduler:
         elif now - self._stuck_since >= self._config.limits.room_wait_s:
             self._stuck_since = None
             for sequence in tuple(self.remote):
+                if sequence.leg.submit.must_pull:
+                    self._helpless.append(sequence.leg)
+                    continue
                 sequence.leg.recomputed = NO_ROOM
                 self.go_local(sequence)
                 step.effects.append(DropLease(key=sequence.leg.key, reason=NO_ROOM))

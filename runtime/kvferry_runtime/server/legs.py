@@ -115,7 +115,8 @@ class Legs:
                 for each in [output, *opened.take()]:
                     if isinstance(each, FailOut):
                         ended = told = True
-                        yield [*group, self._failed(Fail(kind=each.kind, message=each.message))]
+                        fail = Fail(kind=each.kind, message=each.message, param=each.reason or None)
+                        yield [*group, self._failed(fail)]
                         return
                     if isinstance(each, TokensOut):
                         self._count(clock, leg, each)
@@ -165,6 +166,7 @@ class Legs:
             eos_token_ids=self._tools.bundle.eos_token_ids,
             handle=leg.handle,
             recompute=leg.recompute,
+            must_pull=leg.must_pull,
         )
         try:
             return self._engine.submit(submit)

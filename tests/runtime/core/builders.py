@@ -75,6 +75,7 @@ def make_submit(
     eos: tuple[int, ...] = (EOS,),
     salt: bytes = b"",
     recompute: str = "",
+    must_pull: bool = False,
     seed: int = 0,
     **sampling: object,
 ) -> Submit:
@@ -92,6 +93,7 @@ def make_submit(
         eos_token_ids=eos,
         handle=handle,
         recompute=recompute,
+        must_pull=must_pull,
     )
 
 

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import msgspec
 
-from kvferry_router import flow as router_flow
 from kvferry_router import flow_messages as router_messages
 from kvferry_router.attempts import Attempts
 from kvferry_router.flow import RequestFlow
+from kvferry_router.flow_states import State as FlowState
 from kvferry_router.index.feed import StateFeed
 from kvferry_runtime.core.engine import EngineCore
 from kvferry_runtime.core.messages import PullFinished
@@ -94,7 +94,7 @@ def cut_stream_is_a_clean_end() -> Iterator[None]:
 
     def make(real: Any) -> Any:
         def closed(self: RequestFlow, event: router_messages.LegClosed, now: float, out: list[Any]) -> None:
-            if self._attempts.is_open(event.attempt) and self.state is router_flow.State.STREAMING:
+            if self._attempts.is_open(event.attempt) and self.state is FlowState.STREAMING:
                 given = self._answer.given
                 finish = ("stop",) * len(given)
                 data = b"\x01[DONE]" + " ".join(finish).encode()
@@ -105,12 +105,7 @@ def cut_stream_is_a_clean_end() -> Iterator[None]:
         return closed
 
     with wrapped(RequestFlow, "_closed", make):
-        router_flow_table = dict(router_flow.TRANSITIONS)
-        for key, method in router_flow_table.items():
-            if method is not None and method.__name__ == "_closed":
-                router_flow_table[key] = RequestFlow._closed
-        with patch.object(router_flow, "TRANSITIONS", router_flow_table):
-            yield
+        yield
 
 
 @bug("leaving", "not_forgotten")
@@ -119,7 +114,7 @@ def abort_does_not_reach_prefill() -> Iterator[None]:
 
     def make(real: Any) -> Any:
         def stop(self: RequestFlow, out: list[Any]) -> None:
-            self._lease = None
+            self._holds.read()
             if self._attempts.open is not None and self._attempts.open.kind == "prefill":
                 self._attempts.open = None
             real(self, out)
@@ -135,15 +130,14 @@ def bookings_outlive_failed_legs() -> Iterator[None]:
     """A leg that failed is counted on its pod for ever."""
 
     def make(real: Any) -> Any:
-        def release(self: RequestFlow, kind: Any, out: list[Any]) -> None:
-            if kind == "decode" and self._losses.excluded("decode"):
-                self._booked.pop(kind, None)
-            else:
-                real(self, kind, out)
+        def leg_failed(self: RequestFlow, *args: Any, **more: Any) -> None:
+            if self._attempts.the_open.kind == "decode":
+                self._holds._booked.pop("decode", None)
+            real(self, *args, **more)
 
-        return release
+        return leg_failed
 
-    with wrapped(RequestFlow, "_release", make):
+    with wrapped(RequestFlow, "_leg_failed", make):
         yield
 
 
