@@ -19,7 +19,7 @@ TRUTH_S = 30.0  # within which the status says why
 # Whatever the operator may make for a service.
 CHILDREN = (
     "deployments,replicasets,pods,services,serviceaccounts,secrets,configmaps,poddisruptionbudgets,networkpolicies,"
-    "endpointslices,infsvcroles"
+    "endpointslices,inferenceserviceroles"
 )
 
 

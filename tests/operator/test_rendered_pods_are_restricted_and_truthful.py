@@ -121,10 +121,10 @@ def test_models_lie_where_the_manifest_says(name: str, argument: str, volume: di
 
 def test_demo_models_are_those_that_can_be_fetched() -> None:
     """The folder is the one into which the command line fetches."""
-    from kvferry_runtime.model import fetch
+    from kvferry_runtime.model.fetch import demo as demos
 
     for name, facts in DEMO_MODELS.items():
-        demo = fetch.DEMO_MODELS[f"demo:{name}"]
+        demo = demos.DEMO_MODELS[f"demo:{name}"]
         assert demo.name == facts.folder
 
 

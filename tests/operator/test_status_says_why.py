@@ -74,6 +74,21 @@ CASES: list[tuple[str, Object, str, str]] = [
         "GatedRepoError",
     ),
     (
+        "fetch ended by its own reason",
+        decode_pod(
+            init=crashed(11, "hf://a/b: access denied: ask for it", name="fetch-model"),
+            containers=[waiting("PodInitializing")],
+        ),
+        "ModelAccessDenied",
+        "ask for it",
+    ),
+    (
+        "no such claim",
+        decode_pod(conditions=unscheduled('0/2 nodes are available: persistentvolumeclaim "none" not found.')),
+        "VolumesPending",
+        'persistentvolumeclaim "none" not found',
+    ),
+    (
         "fetch cut off",
         decode_pod(init=crashed(1, "connection reset", name="fetch-model"), containers=[waiting("PodInitializing")]),
         "ModelFetchFailed",

@@ -11,6 +11,7 @@ import msgspec
 from kvferry_operator.plan.effects import ApplyFault
 from kvferry_operator.plan.manifests.meta import COMPONENT, Object
 from kvferry_operator.plan.manifests.model import FETCH
+from kvferry_wire.fetch import FETCH_EXITS, reason_of
 
 # Reasons in the order in which they are told, most telling first. Those after LOADING are no faults, only waits.
 REASONS = (
@@ -91,6 +92,8 @@ def pod_cause(pod: Object) -> Cause | None:
     scheduled = _condition(status, "PodScheduled")
     if scheduled.get("status") == "False":
         told = scheduled.get("message") or scheduled.get("reason") or "not placed on a node yet"
+        if "persistentvolumeclaim" in told.lower():
+            return _cause("VolumesPending", f"{name}: waits for a claim: {told}")
         return _cause("NoRoom", f"{name}: no node takes it: {told}. It asks for {asks(pod)}")
     specs = {spec["name"]: spec for spec in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"])}
     found = [
@@ -173,6 +176,8 @@ def _container_cause(pod: Object, state: Object, spec: Object) -> Cause | None:
         if container == FETCH:
             return _cause("FetchingModel", f"{name}: fetching the model")
         if not state.get("started"):
+            if pod["metadata"].get("labels", {}).get(COMPONENT) == "router":
+                return _cause("Starting", f"{name}: starting, or waiting for pods to send requests to")
             return _cause("Loading", f"{name}: loading the model")
         return _cause(
             "ProbeFailing", f"{where}: runs, but says that it would not answer; `kubectl logs {name}` says why"
@@ -215,7 +220,9 @@ def _ended(pod: Object, state: Object, spec: Object, ended: Object) -> Cause:
             f" spec.{role}.resources.limits.memory or lower spec.engine.kvMemory",
         )
     if state["name"] == FETCH:
-        return _cause(_by_words(line, _MODEL_WORDS, "ModelFetchFailed"), f"{where}: {line or f'exit status {code}'}")
+        told = f"{where}: {line or f'exit status {code}'}"
+        known = reason_of(code).value if code in FETCH_EXITS.values() else None
+        return _cause(known or _by_words(line, _MODEL_WORDS, "ModelFetchFailed"), told)
     if code == REFUSED_EXIT and line:
         return _cause(_by_words(line, _REFUSED_WORDS, "ModelRefused"), f"{where}: {line}")
     times = int(state.get("restartCount", 0)) + (1 if "terminated" in state.get("state", {}) else 0)
