@@ -161,6 +161,8 @@ class ClusterPods:
         else:
             self._flow.failed(now, failure.retry_after_s)
         self._metrics.discovery_failures.labels(failure.reason).inc()
+        if failure.reason == "silent":
+            return  # some API servers say nothing where nothing happens; whether this one is there is seen next
         if self._failure != failure.reason:  # told once, not at each try
             _log.warning("the API server cannot be asked", extra=logs.fields(kind=failure.reason, reason=str(failure)))
         self._failure = failure.reason

@@ -86,6 +86,7 @@ class ListWatch:
         self._told = False  # whether the watch has told anything
         self._open = False  # whether the API server has begun to answer the watch
         self._word_at = now  # the last word of the API server
+        self._reached_at = now  # the last time that it was there to say one
         self._resume_at = now
 
     def __repr__(self) -> str:
@@ -103,7 +104,8 @@ class ListWatch:
     def listed(self, version: str, now: float) -> None:
         """The list has come."""
         self._move(Heard.LISTED)
-        self._version, self._word_at = version, now
+        self._version = version
+        self._word_at = self._reached_at = now
 
     def opened(self, now: float) -> None:
         """The API server has begun to answer the watch."""
@@ -139,14 +141,15 @@ class ListWatch:
 
     def away(self, now: float) -> bool:
         """Whether the API server has been out of reach for too long to be believed on what may have changed."""
-        return not self._open and now - self._word_at >= self._limits.api_away_s
+        return not self._open and now - self._reached_at >= self._limits.api_away_s
 
     def silence(self, now: float) -> float:
         """Seconds since the API server's last word."""
         return max(0.0, now - self._word_at)
 
     def _rest(self, now: float, *, failed: bool, at_least: float = 0.0) -> None:
-        self._open = False
+        if self._open:
+            self._open, self._reached_at = False, now
         if self.phase is Phase.BEFORE_WATCH and now - self._started_at >= _STEADY_S:
             self._failures = 0
         pause = 0.0

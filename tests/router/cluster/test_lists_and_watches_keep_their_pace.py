@@ -181,6 +181,16 @@ def test_away_is_told_by_the_time_without_a_word() -> None:
     assert not flow.away(1006.0)
 
 
+def test_a_watch_that_was_silent_for_long_is_not_yet_an_api_server_that_is_away() -> None:
+    """Where nothing happens some say nothing. Only when the next watch does not begin either, it is."""
+    flow = make_watching(now=0.0)
+    flow.failed(75.0)
+    assert pause_of(flow, 75.0) <= LIMITS.api_backoff_s
+    assert not flow.away(79.9)
+    assert flow.away(80.0)
+    assert flow.silence(80.0) == 80.0
+
+
 def test_only_a_watch_can_begin() -> None:
     """A shell that says otherwise is at fault."""
     with pytest.raises(IllegalStepError, match="listing"):

@@ -153,16 +153,19 @@ async def test_a_token_that_is_none_is_no_request(tmp_path: Path, content: str) 
         await found.until(lambda: found.pods())
 
 
-async def test_a_silent_watch_is_opened_again(tmp_path: Path) -> None:
-    """A connection that is there and tells nothing, bookmarks included, is not believed for ever."""
+async def test_a_silent_watch_is_opened_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A connection that tells nothing, bookmarks included, is not believed for ever; nor is it an outage."""
     api = await make_api(tmp_path)
-    async with following(api) as found:
-        await found.until(lambda: found.pods())
-        api.mute = True
-        api.delete("p-1")
-        await found.until(lambda: found.failures("silent") >= 1)
-        api.mute = False
-        await found.until(lambda: found.pods() == {"d1": "", "d2": ""})
+    with caplog.at_level(logging.INFO):
+        async with following(api) as found:
+            await found.until(lambda: found.pods())
+            api.mute = True
+            api.delete("p-1")
+            await found.until(lambda: found.failures("silent") >= 2)
+            assert found.discovery.current()
+            api.mute = False
+            await found.until(lambda: found.pods() == {"d1": "", "d2": ""})
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 async def test_a_slow_api_server_is_waited_for_up_to_a_deadline(tmp_path: Path) -> None:
