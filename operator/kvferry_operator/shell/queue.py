@@ -1,10 +1,10 @@
 """Which service is looked at next. Pure: the time is an argument, nothing here waits.
 
 A key is waiting (it has a time when it is due), running, or running and changed meanwhile. The same key never runs
-twice at once and is never queued twice. A key that failed comes back after a back-off; what changes in between brings
-it forward, but not before ``backoff_first_s`` has passed. A key that runs all the time (somebody else keeps undoing
-what we write) is slowed down to one run per ``pace_s``. Keys that failed take at most half of the workers, so that
-the others never wait for them.
+twice at once and is never queued twice. Runs of a key are ``gap_s`` apart, and changes meanwhile are one. A key that
+failed comes back after a back-off; what changes in between brings it forward, but not before ``backoff_first_s`` has
+passed. A key whose runs write all the time (somebody else keeps undoing it) is slowed down to one run per ``pace_s``.
+Keys that failed take at most half of the workers, so that the others never wait for them.
 
 Where the API server asks for a pause, or cannot be reached, all keys pause; after it only few run at once until one
 has succeeded.
@@ -28,7 +28,8 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
     backoff_first_s: float = 0.5
     backoff_most_s: float = 30.0
     resync_s: float = 600.0  # a key that rests is looked at again, from memory
-    burst: int = 20  # runs of a key in a row before it is paced
+    gap_s: float = 0.05  # between two runs of a key
+    burst: int = 100  # runs of a key that wrote something, before it is paced
     pace_s: float = 1.0
 
 
@@ -37,6 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     failed: bool = False  # come back with a back-off
     pause_s: float = 0.0  # failed: nothing is to run for so many seconds; the API server is busy or away
+    wrote: bool = False  # something was changed in the cluster
     again: bool = False  # more is to be done at once
     gone: bool = False  # nothing is left to do for this key, ever
 
@@ -115,10 +117,11 @@ class WorkQueue(Generic[Key]):
             return
         slot.failures = slot.failures + 1 if outcome.failed else 0
         changed, slot.changed = slot.changed or outcome.again, False
+        paced = self._paced(slot, outcome.wrote, now)
         if outcome.failed:
-            self._back_off(key, slot, now, changed)
+            self._back_off(key, slot, now, paced, changed)
             return
-        slot.not_before = now + self._paced(slot, now)
+        slot.not_before = now + paced
         if changed:
             self._wait(key, slot, slot.not_before)
         else:
@@ -162,19 +165,23 @@ class WorkQueue(Generic[Key]):
         slot.due, slot.running, slot.started_at = None, True, now
         self._running += 1
         self._running_failed += 1 if slot.failures else 0
-        gained = max(0.0, now - slot.filled_at) / self._limits.pace_s
-        slot.tokens = min(float(self._limits.burst), slot.tokens + gained) - 1.0
-        slot.filled_at = now
 
-    def _paced(self, slot: _Slot, now: float) -> float:
+    def _paced(self, slot: _Slot, wrote: bool, now: float) -> float:
         """Seconds until the key may run again."""
-        return 0.0 if slot.tokens >= 1.0 else (1.0 - slot.tokens) * self._limits.pace_s - (now - slot.filled_at)
+        gained = max(0.0, now - slot.filled_at) / self._limits.pace_s
+        slot.tokens = min(float(self._limits.burst), slot.tokens + gained) - (1.0 if wrote else 0.0)
+        slot.filled_at = now
+        return (
+            self._limits.gap_s
+            if slot.tokens >= 1.0
+            else max(self._limits.gap_s, (1.0 - slot.tokens) * self._limits.pace_s)
+        )
 
-    def _back_off(self, key: Key, slot: _Slot, now: float, changed: bool) -> None:
+    def _back_off(self, key: Key, slot: _Slot, now: float, paced: float, changed: bool) -> None:
         limits = self._limits
         whole = min(limits.backoff_most_s, limits.backoff_first_s * 2.0 ** min(slot.failures - 1, 20))
         delay = whole * (0.8 + 0.2 * self._spread())
-        first = max(limits.backoff_first_s, self._paced(slot, now))
+        first = max(limits.backoff_first_s, paced)
         slot.not_before = now + first
         self._wait(key, slot, slot.not_before if changed else max(slot.not_before, now + delay))
 

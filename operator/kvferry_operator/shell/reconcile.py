@@ -93,6 +93,7 @@ class _Pass:
         self._memory = memory
         self._looked: dict[Ref, Object | None] = {}  # what the watches do not show, by name
         self._changed = False  # other faults than in the pass before
+        self._wrote = False
 
     async def run(self) -> Outcome:
         its = self._its
@@ -101,11 +102,18 @@ class _Pass:
         again = False
         if decision.effects or self._changed:
             self._found = its._cache.service(self._key) or self._found
-            self._looked = {ref: seen for ref, seen in self._looked.items() if its._cache.uid(ref) is None}
+            self._looked = {ref: seen for ref, seen in self._looked.items() if self._unwatched(ref)}
             decision = await self._decided(None)
             again = not failed and bool(decision.effects)
         untold = await self._tell(decision)
-        return Outcome(failed=failed or untold is not None, pause_s=max(pause_s, untold or 0.0), again=again)
+        # No watch shows that somebody else's object goes whose name we need: look again after a while.
+        blocked = any(found is not None for ref, found in self._looked.items() if self._unwatched(ref))
+        return Outcome(
+            wrote=self._wrote,
+            failed=failed or blocked or untold is not None,
+            pause_s=max(pause_s, untold or 0.0),
+            again=again,
+        )
 
     async def _perform(self, effects: tuple[Effect, ...]) -> tuple[bool, float]:
         """Do them in order; a refusal stops no other. Whether any failed, and for how long all must pause then."""
@@ -123,6 +131,7 @@ class _Pass:
                     break  # the next one would fare no better
                 continue
             self._done(effect)
+            self._wrote = True
         self._changed = memory.faults != tuple(faults)
         memory.faults = tuple(faults)
         return failed, pause_s
@@ -141,7 +150,10 @@ class _Pass:
         return decision
 
     def _unseen(self, ref: Ref) -> bool:
-        return ref not in self._looked and self._its._cache.uid(ref) is None
+        return ref not in self._looked and self._unwatched(ref)
+
+    def _unwatched(self, ref: Ref) -> bool:
+        return self._its._cache.uid(ref) is None
 
     def _decision(self, keys: Mapping[str, bytes] | None) -> Decision:
         its = self._its
@@ -206,6 +218,7 @@ class _Pass:
         }
         try:
             its._cache.put(await its._api.apply(kind_of(kind), body, FIELD_MANAGER, "status"))
+            self._wrote = True
         except ApiError as error:
             if error.code in (404, 409):
                 return None  # it is gone, or another object has its name: its events will tell

@@ -44,13 +44,11 @@ class Workers(Generic[Key]):
     async def run(self) -> None:
         """Work until ``stop`` or until leadership is lost; returns when the running passes have ended."""
         async with asyncio.TaskGroup() as group:
-            running: set[asyncio.Task[None]] = set()
             while not self._stopping:
-                while len(running) < self._limits.workers and (key := self.queue.take(self._clock())) is not None:
-                    task = group.create_task(self._pass(key), name=f"pass {key}")
-                    running.add(task)
-                    task.add_done_callback(running.discard)
-                await self._wait(free=len(running) < self._limits.workers)
+                now = self._clock()
+                while self._free() and (key := self.queue.take(now)) is not None:
+                    group.create_task(self._pass(key), name=f"pass {key}")
+                await self._wait(now)
 
     def stop(self) -> None:
         """Take nothing new."""
@@ -61,11 +59,13 @@ class Workers(Generic[Key]):
         """For how long the oldest running pass is beyond its deadline; 0 where none is."""
         return max(0.0, self.queue.longest_run(self._clock()) - self._pass_s)
 
-    async def _wait(self, free: bool) -> None:
-        """Until something may be taken: a key is due, was added, or a pass has ended."""
-        due = self.queue.next_due() if free else None
-        now = self._clock()
-        # A key that is due and was not taken waits for one that failed before it: its end wakes us.
+    def _free(self) -> bool:
+        return self.queue.running() < self._limits.workers
+
+    async def _wait(self, now: float) -> None:
+        """Until something may be taken: a key is due, was added, or a pass has ended. ``now``: of the last look."""
+        due = self.queue.next_due() if self._free() else None
+        # A key that was due at that look and was not taken waits for the end of a pass, which wakes us.
         delay = IDLE_S if due is None or due <= now else min(IDLE_S, due - now)
         try:
             async with asyncio.timeout(delay):

@@ -1,6 +1,6 @@
 """An installation on the real API server, and clients that speak as its account."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,18 @@ from kubernetes.aio.client import ApiClient
 
 from kvferry_operator.shell import connection
 from tests.apiserver.operator.install import Installation
+from tests.apiserver.operator.process import OperatorProcess
 from tests.support.api_server import ApiServer
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A failing test shows the logs of the operators that run."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]  # pluggy's, untyped here
+    if report.failed:
+        for process in OperatorProcess.alive:
+            report.sections.append((f"log of {process.name}", process.log()))
 
 
 @pytest.fixture
