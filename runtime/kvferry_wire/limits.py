@@ -115,7 +115,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     pods: int = 1024  # of one service
     api_reply_s: float = 10.0  # for the API server to answer a list, or to begin a watch
     api_watch_s: float = 300.0  # a watch is asked to end by itself after this, less up to a fifth
-    api_silence_s: float = 75.0  # of a watch, which hears something each minute: it is opened again
+    api_silence_s: float = 75.0  # a watch that hears nothing for so long, not even a bookmark, is opened again
     api_spacing_s: float = 0.2  # between two watches, at least
     api_backoff_s: float = 0.25  # after the first failure, then doubled, less up to a half
     api_backoff_cap_s: float = 15.0
