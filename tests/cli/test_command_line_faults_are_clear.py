@@ -103,6 +103,10 @@ def test_a_model_that_is_not_there_is_told_before_anything_starts(
         (["model", "fetch", "image://registry/model:1"], 2, "model image://registry/model:1: needs a cluster"),
         (["model", "fetch", "pvc://claim/inside"], 2, "model pvc://claim/inside: needs a cluster"),
         (["serve", "pvc://claim"], 2, "model pvc://claim: needs a cluster"),
+        (["model", "fetch", "http://169.254.169.254/latest/"], 14, "never asked"),
+        (["model", "fetch", "https://models.example.com/m"], 2, "not a model source; accepts"),
+        (["model", "fetch", "--max-bytes", "1G", "toy"], 2, "accepts a number of bytes"),
+        (["model", "fetch", "--link", "../x", "toy"], 2, "accepts a name without /"),
         (["model", "fetch", "org/name@main"], 12, "hf://org/name@main: HF_HUB_OFFLINE is set"),
     ],
 )

@@ -148,7 +148,39 @@ WORDS: tuple[Bad, ...] = (
     ),
 )
 
+_SOURCES = (
+    "https://models.example.com/m",
+    "https://user:pass@models.example.com/m/",
+    "https://models.example.com/m/?token=x",
+    "https://models.example.com/m.gguf#sha256=abc",
+    "https://models.example.com:port/m/",
+    "s3://Models/m",
+    "s3://models/m?x=y",
+    "file:///models/m/",
+)
+WORDS += tuple(
+    _bad("spec.model.source", "accepts demo:NAME (demo:smollm2), a hub id", spec__model__source=source)
+    for source in _SOURCES
+)
+WORDS += (
+    _bad(
+        "spec.model.s3.endpoint",
+        "accepts an address such as https://minio.example.com:9000",
+        spec__model={"name": "m", "source": "s3://models/m", "s3": {"endpoint": "https://minio/path"}},
+    ),
+    _bad(
+        "spec.model.s3.region",
+        "accepts a region such as eu-west-3",
+        spec__model={"name": "m", "source": "s3://models/m", "s3": {"region": "EU West"}},
+    ),
+)
+
 RULES: tuple[Bad, ...] = (
+    _bad(
+        "spec.model.s3",
+        "the source is no bucket; accepts it with s3://BUCKET/PREFIX only",
+        spec__model={"name": "m", "source": "org/m", "s3": {"region": "eu-west-3"}},
+    ),
     _bad(
         "spec.engine.kvMemory",
         "kvBlocks is given too; accepts one of the two",

@@ -340,6 +340,23 @@ def test_the_way_in_and_out() -> None:
     assert fetching.outside(pod_labels("decode", revision), "to", "Egress") == {53, 443}
 
 
+@pytest.mark.parametrize(
+    ("model", "ports"),
+    [
+        ({"source": "https://models.example.com/m/"}, {53, 443}),
+        ({"source": "http://models.example.com/m/"}, {53, 443, 80}),
+        ({"source": "https://models.example.com:8443/m/x.gguf"}, {53, 443, 8443}),
+        ({"source": "s3://models/m", "s3": {"endpoint": "http://minio:9000"}}, {53, 443, 9000}),
+        ({"source": "s3://models/m"}, {53, 443}),
+        ({"source": "pvc://claim"}, set()),
+    ],
+)
+def test_the_stores_own_port_is_open_to_pods_that_fetch(model: dict[str, Any], ports: set[int]) -> None:
+    """Beside those that the installation opens to model stores; none where nothing is fetched."""
+    network, revision = make_network(spec__model={"name": "m", **model})
+    assert network.outside(pod_labels("decode", revision), "to", "Egress") == ports
+
+
 def test_no_pod_asks_the_clouds_metadata() -> None:
     """Every block that is open leaves link-local addresses out."""
     for one in make_objects(spec__model__source=DEMO):

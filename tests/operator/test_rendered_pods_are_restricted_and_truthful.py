@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
+from kvferry_cli.main import build_parser
+from kvferry_operator.api.source import parse_source
 from kvferry_operator.plan.manifests.pod import KEYS_FOLDER
 from kvferry_operator.plan.manifests.router import API_KEYS_FOLDER
 from kvferry_operator.plan.manifests.settings import ClusterSettings
 from kvferry_operator.plan.models import DEMO_MODELS
+from kvferry_wire.fetch import FETCHED_NAME
 from kvferry_wire.limits import DEFAULT_LIMITS
 from tests.operator.cluster import DEMO, SETTINGS, container_of, make_objects, pod_of
 from tests.operator.pod_security import beyond, violations
@@ -17,6 +20,17 @@ MANIFESTS: dict[str, dict[str, Any]] = {
     "toy": {},
     "demo": {"spec__model__source": DEMO, "metadata__name": "a" * 63},
     "hub": {"spec__model": {"name": "m", "source": "org/m", "size": "3Gi", "tokenSecretRef": {"name": "hub"}}},
+    "web": {
+        "spec__model": {"name": "m", "source": "https://models.example.com:8443/m/", "tokenSecretRef": {"name": "web"}}
+    },
+    "s3": {
+        "spec__model": {
+            "name": "m",
+            "source": "s3://models/m",
+            "size": "1Gi",
+            "s3": {"endpoint": "http://minio.store:9000", "region": "eu-west-3", "secretRef": {"name": "s3"}},
+        }
+    },
     "pvc": {"spec__model__source": "pvc://claim/a/b"},
     "image": {"spec__model__source": "image://registry/model:1"},
     "keys": {"spec__router": {"apiKeys": {"secretRef": {"name": "clients"}}}},
@@ -90,14 +104,14 @@ def test_the_fetching_container_alone_holds_the_hubs_token() -> None:
         spec = pod_of(make_objects(**MANIFESTS["hub"]), role)
         (fetch,) = spec["initContainers"]
         assert "hub-token" in {mount["name"] for mount in fetch["volumeMounts"]}
-        assert fetch["args"] == ["model", "fetch", "--quiet", "org/m"]
+        assert fetch["args"][-1] == "hf://org/m"
         engine = spec["containers"][0]
         mounts = {mount["name"]: mount for mount in engine["volumeMounts"]}
         assert "hub-token" not in mounts
         assert mounts["models"]["readOnly"] is True
         assert "TOKEN" not in str(engine["env"])
-        assert not [variable for variable in fetch["env"] if "valueFrom" in variable]
-        assert "--model /models/org--m " in " ".join(engine["args"])
+        assert not [variable for variable in fetch["env"] if "secretKeyRef" in variable.get("valueFrom", {})]
+        assert "--model /models/model " in " ".join(engine["args"])
     assert "initContainers" not in pod_of(make_objects(), "decode")
 
 
@@ -105,7 +119,9 @@ def test_the_fetching_container_alone_holds_the_hubs_token() -> None:
     ("name", "argument", "volume"),
     [
         ("toy", "toy", None),
-        ("demo", "/models/smollm2-135m-instruct", {"emptyDir": {"sizeLimit": "422Mi"}}),
+        ("demo", "/models/model", {"emptyDir": {"sizeLimit": "422Mi"}}),
+        ("web", "/models/model", {"emptyDir": {"sizeLimit": "262144Mi"}}),
+        ("s3", "/models/model", {"emptyDir": {"sizeLimit": "1344Mi"}}),
         ("pvc", "/models/a/b", {"persistentVolumeClaim": {"claimName": "claim", "readOnly": True}}),
         ("image", "/models", {"image": {"reference": "registry/model:1", "pullPolicy": "IfNotPresent"}}),
     ],
@@ -120,12 +136,59 @@ def test_models_lie_where_the_manifest_says(name: str, argument: str, volume: di
 
 
 def test_demo_models_are_those_that_can_be_fetched() -> None:
-    """The folder is the one into which the command line fetches."""
-    from kvferry_runtime.model.fetch import demo as demos
+    """What the plan knows sizes of is what the command line fetches."""
+    from kvferry_runtime.model.fetch.demo import DEMO_MODELS as FETCHED
 
-    for name, facts in DEMO_MODELS.items():
-        demo = demos.DEMO_MODELS[f"demo:{name}"]
-        assert demo.name == facts.folder
+    assert all(f"demo:{name}" in FETCHED for name in DEMO_MODELS)
+
+
+def fetcher_of(name: str) -> dict[str, Any]:
+    """The container that fetches, in decode pods."""
+    fetch: dict[str, Any]
+    (fetch,) = pod_of(make_objects(**MANIFESTS[name]), "decode")["initContainers"]
+    return fetch
+
+
+@pytest.mark.parametrize("name", ["demo", "hub", "web", "s3"])
+def test_the_fetching_container_runs_what_the_command_line_takes(name: str) -> None:
+    """Its arguments are the command's, the link is where the engine looks, and the cap is below the volume's size."""
+    fetch = fetcher_of(name)
+    assert fetch["command"] == ["python", "-P", "-m", "kvferry_cli"]
+    args = build_parser().parse_args(fetch["args"])
+    assert args.name == str(parse_source(args.name))
+    assert (args.link, str(args.report)) == (FETCHED_NAME, fetch["terminationMessagePath"])
+    (volume,) = [
+        found for found in pod_of(make_objects(**MANIFESTS[name]), "decode")["volumes"] if found["name"] == "models"
+    ]
+    assert args.max_bytes < int(volume["emptyDir"]["sizeLimit"].removesuffix("Mi")) * 2**20
+    assert args.max_bytes > {"hub": 3 * 2**30, "s3": 2**30}.get(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("hub", {"HF_TOKEN_PATH": "/var/run/kvferry/hub/token"}),
+        ("web", {"KVFERRY_TOKEN_FILE": "/var/run/kvferry/hub/token"}),
+        (
+            "s3",
+            {
+                "KVFERRY_S3_CREDENTIALS": "/var/run/kvferry/s3",
+                "AWS_ENDPOINT_URL_S3": "http://minio.store:9000",
+                "AWS_REGION": "eu-west-3",
+            },
+        ),
+    ],
+)
+def test_credentials_come_as_files_to_the_fetching_container_alone(name: str, expected: dict[str, str]) -> None:
+    """Its environment names them and holds none; the engine mounts no volume of a Secret but its keys."""
+    fetch = fetcher_of(name)
+    env = {variable["name"]: variable.get("value") for variable in fetch["env"]}
+    assert env.items() >= expected.items()
+    spec = pod_of(make_objects(**MANIFESTS[name]), "decode")
+    secrets = {volume["name"] for volume in spec["volumes"] if "secret" in volume} - {"keys"}
+    assert secrets
+    assert secrets <= {mount["name"] for mount in fetch["volumeMounts"]}
+    assert not secrets & {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
 
 
 @pytest.mark.parametrize("role", ROLES)

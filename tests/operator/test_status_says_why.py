@@ -59,19 +59,17 @@ CASES: list[tuple[str, Object, str, str]] = [
     (
         "no such model",
         decode_pod(
-            init=crashed(
-                2, "x\nmodel 'a/b': the hub did not give it (RepositoryNotFoundError: 404)", name="fetch-model"
-            ),
+            init=crashed(10, "x\nkvferry: hf://a/b: the hub has no public model of this name", name="fetch-model"),
             containers=[waiting("PodInitializing")],
         ),
         "ModelMissing",
-        "the hub did not give it",
+        "demo-decode-x, fetch-model: kvferry: hf://a/b: the hub has no public model of this name",
     ),
     (
         "gated model",
-        decode_pod(init=crashed(2, "GatedRepoError: 403", name="fetch-model"), containers=[waiting("PodInitializing")]),
+        decode_pod(init=crashed(11, "access denied", name="fetch-model"), containers=[waiting("PodInitializing")]),
         "ModelAccessDenied",
-        "GatedRepoError",
+        "access denied",
     ),
     (
         "fetch ended by its own reason",
@@ -97,10 +95,28 @@ CASES: list[tuple[str, Object, str, str]] = [
     (
         "fetch ran out of disk",
         decode_pod(
-            init=crashed(1, "No space left on device", name="fetch-model"), containers=[waiting("PodInitializing")]
+            init=crashed(13, "No space left on device", name="fetch-model"), containers=[waiting("PodInitializing")]
         ),
         "DiskFull",
         "No space left",
+    ),
+    (
+        "fetch refused",
+        decode_pod(init=crashed(14, "too short", name="fetch-model"), containers=[waiting("PodInitializing")]),
+        "ModelRefused",
+        "too short",
+    ),
+    (
+        "fetch of a model with code",
+        decode_pod(init=crashed(15, "auto_map", name="fetch-model"), containers=[waiting("PodInitializing")]),
+        "RemoteCodeRefused",
+        "auto_map",
+    ),
+    (
+        "fetch ended by a signal",
+        decode_pod(init=crashed(143, "", name="fetch-model"), containers=[waiting("PodInitializing")]),
+        "ModelFetchFailed",
+        "exit status 143",
     ),
     (
         "model with code",

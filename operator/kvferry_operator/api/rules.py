@@ -112,6 +112,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "Model": (
         Rule(
+            rule="!has(self.s3) || self.source.startsWith('s3://')",
+            message="the source is no bucket; accepts it with s3://BUCKET/PREFIX only",
+            field=".s3",
+        ),
+        Rule(
             rule="self.name == oldSelf.name",
             message="cannot be changed: clients ask for this name; serve another name by another InferenceService",
             field=".name",
@@ -120,8 +125,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             rule="!self.source.startsWith('.') && !self.source.startsWith('/') && !self.source.startsWith('~')",
             message=(
-                "a path of one machine; on a cluster accepts demo:NAME, a hub id, pvc://CLAIM/PATH,"
-                " image://REFERENCE or toy:"
+                "a path of one machine; on a cluster accepts demo:NAME, a hub id, http(s)://HOST/FOLDER/,"
+                " s3://BUCKET/PREFIX, pvc://CLAIM/PATH, image://REFERENCE or toy:"
             ),
             field=".source",
             cluster_only=True,

@@ -53,6 +53,37 @@ class Metadata(ManifestModel):
     """Annotations of the object."""
 
 
+class S3Settings(ManifestModel):
+    """How the bucket of an `s3://` source is reached."""
+
+    endpoint: (
+        Annotated[
+            str,
+            Field(
+                pattern=r"^https?://[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?(:[0-9]{1,5})?/?$",
+                max_length=300,
+                json_schema_extra={ACCEPTS: "an address such as https://minio.example.com:9000"},
+            ),
+        ]
+        | None
+    ) = None
+    """The store's address, of MinIO and the like. Absent: AWS."""
+
+    region: (
+        Annotated[
+            str,
+            Field(pattern=r"^[a-z0-9-]+$", max_length=63, json_schema_extra={ACCEPTS: "a region such as eu-west-3"}),
+        ]
+        | None
+    ) = None
+    """The bucket's region. Absent: as the store says."""
+
+    secret_ref: SecretReference | None = None
+    """On Kubernetes: the Secret with the entries `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and, where they are
+    temporary, `AWS_SESSION_TOKEN`. Only the container that fetches holds it. Absent: requests are not signed, as public
+    buckets want it. On one machine credentials are found as by AWS's own tools."""
+
+
 class Model(ManifestModel):
     """Which model is served, and where it comes from."""
 
@@ -69,7 +100,9 @@ class Model(ManifestModel):
 
     source: Source
     """Where the model comes from: `demo:smollm2` (a small model that needs no account), a hub id (`org/name` or
-    `hf://org/name@revision`), a local folder or GGUF file (`./model`, taken from the manifest's folder; on one machine
+    `hf://org/name@revision`), a folder on a web server with a model as Hugging Face lays it out (`https://HOST/FOLDER/`)
+    or the address of a .gguf file, optionally with `#sha256=HEX`, a prefix of a bucket (`s3://BUCKET/PREFIX`), a local
+    folder or GGUF file (`./model`, taken from the manifest's folder; on one machine
     only), a volume or image of a cluster (`pvc://CLAIM/PATH`, `image://REFERENCE`), or `toy:` (a model for tests that
     computes exact integers)."""
 
@@ -78,7 +111,17 @@ class Model(ManifestModel):
     what memory is asked for where `resources` says nothing. Absent: known for demo models, else no memory is asked."""
 
     token_secret_ref: SecretReference | None = None
-    """On Kubernetes: the Secret whose entry `token` opens a gated model. Only the container that fetches holds it."""
+    """On Kubernetes: the Secret whose entry `token` opens a gated model of a hub, or is sent to a web server over
+    https. Only the container that fetches holds it."""
+
+    s3: S3Settings | None = None
+    """How the bucket of an `s3://` source is reached."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> "Model":
+        if self.s3 is not None and not self.source.startswith("s3://"):
+            raise_broken([("s3", "the source is no bucket; accepts it with s3://BUCKET/PREFIX only")])
+        return self
 
 
 class EngineSettings(ManifestModel):

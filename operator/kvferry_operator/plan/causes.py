@@ -11,7 +11,7 @@ import msgspec
 from kvferry_operator.plan.effects import ApplyFault
 from kvferry_operator.plan.manifests.meta import COMPONENT, Object
 from kvferry_operator.plan.manifests.model import FETCH
-from kvferry_wire.fetch import FETCH_EXITS, reason_of
+from kvferry_wire.fetch import reason_of
 
 # Reasons in the order in which they are told, most telling first. Those after LOADING are no faults, only waits.
 REASONS = (
@@ -51,16 +51,13 @@ REFUSED_EXIT = 2  # of our processes: something that the user has to change
 SIGNALS = {137: "SIGKILL", 143: "SIGTERM"}
 MAX_LINE = 600
 
-_MODEL_WORDS = (
-    (re.compile(r"RepositoryNotFound|EntryNotFound|\b404\b|no such|there is no|not exist", re.I), "ModelMissing"),
-    (re.compile(r"GatedRepo|\b401\b|\b403\b", re.I), "ModelAccessDenied"),
-    (re.compile(r"auto_map|remote code", re.I), "RemoteCodeRefused"),
-    (re.compile(r"no space left|disk|not enough room", re.I), "DiskFull"),
-)
+# Of an engine that ends with REFUSED_EXIT: what its last line is about.
 _REFUSED_WORDS = (
     (re.compile(r"hex digits|key file|no such folder; a folder with the key", re.I), "KeysRefused"),
     (re.compile(r"(^|\s)--[a-z]|KV memory", re.I), "SettingsRefused"),
-    *_MODEL_WORDS,
+    (re.compile(r"no such|there is no|not exist", re.I), "ModelMissing"),
+    (re.compile(r"auto_map", re.I), "RemoteCodeRefused"),
+    (re.compile(r"no space left", re.I), "DiskFull"),
 )
 
 
@@ -220,9 +217,7 @@ def _ended(pod: Object, state: Object, spec: Object, ended: Object) -> Cause:
             f" spec.{role}.resources.limits.memory or lower spec.engine.kvMemory",
         )
     if state["name"] == FETCH:
-        told = f"{where}: {line or f'exit status {code}'}"
-        known = reason_of(code).value if code in FETCH_EXITS.values() else None
-        return _cause(known or _by_words(line, _MODEL_WORDS, "ModelFetchFailed"), told)
+        return _cause(str(reason_of(code)), f"{where}: {line or f'exit status {code}'}")
     if code == REFUSED_EXIT and line:
         return _cause(_by_words(line, _REFUSED_WORDS, "ModelRefused"), f"{where}: {line}")
     times = int(state.get("restartCount", 0)) + (1 if "terminated" in state.get("state", {}) else 0)

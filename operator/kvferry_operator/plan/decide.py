@@ -15,6 +15,7 @@ from kvferry_operator.api.service import API_VERSION, InferenceService
 from kvferry_operator.plan.diff import first_difference, stamped
 from kvferry_operator.plan.effects import Apply, Create, Delete, Effect, Patch
 from kvferry_operator.plan.events import Event, events
+from kvferry_operator.plan.manifests.commits import commits
 from kvferry_operator.plan.manifests.context import Context
 from kvferry_operator.plan.manifests.meta import (
     COMPONENT,
@@ -83,8 +84,9 @@ def decide(
     owner, before = owner_of(found), found.get("status", {})
     try:
         service = load_object(found)
-        chosen = plan(service, Observed(model_commit=before.get("modelCommit")))
-        context = Context(owner=owner, service=service, plan=chosen, settings=settings)
+        chosen = plan(service, Observed())
+        known = commits(owner, chosen.source, seen)
+        context = Context(owner=owner, service=service, plan=chosen, settings=settings, commits=known)
         effects, wanted = _effects(context, seen, keys)
     except (ManifestError, PlanError) as error:
         told = refused(owner, "InvalidSpec", _said(error), before, now)

@@ -72,6 +72,8 @@ class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     model_name: str
     source: ModelSource
+    s3_endpoint: str | None = None  # of an s3 source, as the manifest gives it
+    s3_region: str | None = None
     revision: str
     pods: tuple[PodPlan, ...]
     templates: tuple[PodPlan, ...]  # one pod of each role that the manifest names, also of one with no pods now
@@ -89,4 +91,3 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan takes from the world."""
 
     cores: int | None = None  # that the engines of this plan share; None where each pod has cores of its own
-    model_commit: str | None = None  # the hub commit that the model's revision resolved to

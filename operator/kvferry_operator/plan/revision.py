@@ -15,6 +15,7 @@ from kvferry_operator.api.service import InferenceServiceSpec
 REVISION_FIELDS: dict[str, str] = {
     "model.name": "the served name is an argument of each engine",
     "model.source": "other weights, other KV",
+    "model.s3.endpoint": "another store, other weights",
     "engine": "how KV is computed and laid out",
     "prefill.engine": "how KV is computed and laid out",
     "prefill.env": "may change what is computed",
@@ -50,14 +51,20 @@ OTHER_FIELDS: dict[str, str] = {
     "transfer.failurePolicy": "the router's decision, which it sends along with each leg",
     "model.size": "sizes the pod, not what it computes",
     "model.tokenSecretRef": "how the same weights are got",
+    "model.s3.region": "where the same bucket is",
+    "model.s3.secretRef": "how the same weights are got",
 }
 
 
-def revision(spec: InferenceServiceSpec, model_commit: str | None) -> str:
-    """Ten hex digits, equal exactly where the fields of the table (and the model's commit) are equal."""
+def revision(spec: InferenceServiceSpec) -> str:
+    """Ten hex digits, equal exactly where the fields of the table are equal.
+
+    The commit that a branch of a hub stands for is not among them: it becomes known only once pods run, and is kept for
+    those that follow (``plan.manifests.commits``).
+    """
     values = spec.model_dump(by_alias=True, exclude_none=True)
     chosen = {field: _at(values, field) for field in REVISION_FIELDS}
-    canonical = msgspec.json.encode({"fields": chosen, "commit": model_commit}, order="deterministic")
+    canonical = msgspec.json.encode({"fields": chosen}, order="deterministic")
     return hashlib.sha256(canonical).hexdigest()[:10]
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from kvferry_operator.api.service import InferenceService
 from kvferry_operator.plan.causes import Cause, apply_cause, deployment_cause, is_ready, pod_cause
+from kvferry_operator.plan.manifests.commits import commit_names, pinned
 from kvferry_operator.plan.manifests.context import Context
 from kvferry_operator.plan.manifests.meta import COMPONENT, Object, Owner
 from kvferry_operator.plan.manifests.names import ENGINE_ROLES, ROLES
@@ -65,8 +66,10 @@ def status(context: Context, wanted: Mapping[str, int], seen: Seen, before: Mapp
         "roles": [_role_status(view) for view in views.values() if view.wanted or view.old or view.role != "prefill"],
         "conditions": timed(conditions, before, owner.generation, now),
     }
-    if "modelCommit" in before:
-        whole["modelCommit"] = before["modelCommit"]
+    names = commit_names(owner.name, plan.source)
+    commit = pinned(plan.source) if names is None else context.commits.get(names.key)
+    if commit is not None:
+        whole["modelCommit"] = commit
     return whole
 
 

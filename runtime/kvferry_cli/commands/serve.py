@@ -12,7 +12,8 @@ from kvferry_cli.models import parse_model_argument, resolve_model
 
 DESCRIPTION = """\
 Serve a model with one engine: prompts and answers in one pod, no router, the OpenAI API on 127.0.0.1. MODEL is a model
-folder, a GGUF file, demo:smollm2, a hub id (org/name), or toy; it is fetched first where it must be.
+folder, a GGUF file, demo:smollm2, a hub id (org/name), http(s)://HOST/FOLDER/, s3://BUCKET/PREFIX, or toy; it is
+fetched first where it must be.
 """
 
 
@@ -34,7 +35,7 @@ def serve(argv: Sequence[str]) -> int:
     except FlagError as error:
         raise UserError(str(error), ExitCode.USAGE) from None
     source = parse_model_argument(config.model)
-    model = resolve_model(source, Path.cwd(), progress=sys.stderr.isatty())
+    model = resolve_model(source, Path.cwd(), progress=True)
     rest = _without_model(argv)
     if source.kind == "hub" and "--served-name" not in {argument.partition("=")[0] for argument in rest}:
         rest += ["--served-name", source.name]

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import sys
 from pathlib import Path
 
 from kvferry_cli.arguments import HelpFormatter, add_state_dir, port, seconds
@@ -72,7 +71,13 @@ def _run(args: argparse.Namespace, reporter: Reporter) -> int:
         state.lock()
         reporter.own_log(state.launcher_log)
     base = args.file.absolute().parent
-    model = resolve_model(service_plan.source, base, progress=not reporter.background and sys.stderr.isatty())
+    model = resolve_model(
+        service_plan.source,
+        base,
+        progress=not reporter.background,
+        s3_endpoint=service_plan.s3_endpoint,
+        s3_region=service_plan.s3_region,
+    )
     if args.detach:
         return start_in_background(args, state)
     prepared = prepare(service_plan, state, manifest=args.file.absolute(), model=model, port=args.port)

@@ -1,5 +1,7 @@
 """What every builder of a service's objects may look at."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from kvferry_operator.api.service import InferenceService
@@ -15,3 +17,4 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     service: InferenceService
     plan: ServicePlan
     settings: ClusterSettings
+    commits: Mapping[str, str] = {}  # of the hub, by their keys (`plan.manifests.commits`)

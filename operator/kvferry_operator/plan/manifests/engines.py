@@ -1,6 +1,7 @@
 """The pods of a pool."""
 
 from kvferry_operator.api.service import EngineRole, EngineRoleName
+from kvferry_operator.plan.manifests.commits import commit_names
 from kvferry_operator.plan.manifests.context import Context
 from kvferry_operator.plan.manifests.deployment import deployment
 from kvferry_operator.plan.manifests.meta import Object
@@ -28,7 +29,7 @@ def engine_deployment(context: Context, pod: PodPlan, pool: EngineRole, replicas
     owner, settings = context.owner, context.settings
     model, source = context.service.spec.model, context.plan.source
     image = pod.image or settings.runtime_image
-    mount = model_mount(model, source, image, settings.image_pull_policy)
+    mount = model_mount(model, source, image, settings.image_pull_policy, commit_names(owner.name, source))
     startup_s = load_seconds(model_bytes(model, source))
     part = Part(
         image=image,

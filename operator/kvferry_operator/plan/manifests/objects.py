@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from kvferry_operator.plan.manifests import engines, policies, router, services, support
 from kvferry_operator.plan.manifests.context import Context
 from kvferry_operator.plan.manifests.meta import Object
-from kvferry_operator.plan.models import fetched_folder
+from kvferry_operator.plan.manifests.model import store_ports
 from kvferry_operator.plan.service import PlanError
 
 
@@ -40,11 +40,11 @@ def objects(context: Context, replicas: Mapping[str, int], revisions: tuple[str,
     """
     owner, plan, spec = context.owner, context.plan, context.service.spec
     check_cluster(context)
-    fetches = fetched_folder(plan.source) is not None
+    ports = store_ports(spec.model, plan.source, context.settings.model_store_ports)
     made: list[Object] = [
         support.engine_account(owner),
-        support.plan_notes(owner, plan, all_notes(context)),
-        *policies.policies(owner, context.settings, (plan.revision, *revisions), fetches=fetches),
+        support.plan_notes(owner, plan, all_notes(context), context.commits),
+        *policies.policies(owner, context.settings, (plan.revision, *revisions), store_ports=ports),
         *(services.pool_service(owner, pod) for pod in plan.templates if pod.role != "router"),
         services.client_service(owner, spec.router),
         *(support.budget(owner, pod.role) for pod in plan.templates),

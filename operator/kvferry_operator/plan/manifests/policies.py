@@ -19,19 +19,21 @@ LINK_LOCAL = {4: "169.254.0.0/16", 6: "fe80::/10"}
 EVERYWHERE = {4: str(IPv4Network((0, 0))), 6: str(IPv6Network((0, 0)))}
 
 
-def policies(owner: Owner, settings: ClusterSettings, revisions: tuple[str, ...], *, fetches: bool) -> list[Object]:
+def policies(
+    owner: Owner, settings: ClusterSettings, revisions: tuple[str, ...], *, store_ports: tuple[int, ...]
+) -> list[Object]:
     """All policies of a service.
 
     Args:
         revisions: of which pods run or are to run.
-        fetches: whether the engines' pods fetch their model.
+        store_ports: at which the engines' pods fetch their model; none where they do not.
     """
     if not settings.network_policies:
         return []
     return [
         _policy(owner, "deny", selector(owner.name), ingress=[], egress=[]),
         _router(owner, settings),
-        *(_engine(owner, role, settings, fetches=fetches) for role in ENGINE_ROLES),
+        *(_engine(owner, role, settings, store_ports) for role in ENGINE_ROLES),
         *(policy for revision in revisions for policy in _kv(owner, revision)),
     ]
 
@@ -47,12 +49,12 @@ def _router(owner: Owner, settings: ClusterSettings) -> Object:
     )
 
 
-def _engine(owner: Owner, role: str, settings: ClusterSettings, *, fetches: bool) -> Object:
+def _engine(owner: Owner, role: str, settings: ClusterSettings, store_ports: tuple[int, ...]) -> Object:
     ingress: list[Object] = [{"from": [_pods(owner, "router")], "ports": _ports(HTTP, STATE)}]
     if settings.monitoring_namespaces:
         watching = [_namespace(name) for name in settings.monitoring_namespaces]
         ingress.append({"from": watching, "ports": _ports(HTTP)})
-    egress = [_dns(settings), _outside(settings.model_store_ports)] if fetches else []
+    egress = [_dns(settings), _outside(store_ports)] if store_ports else []
     return _policy(owner, role, selector(owner.name, role), ingress=ingress, egress=egress)
 
 

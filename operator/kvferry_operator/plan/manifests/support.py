@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Mapping
 
+from kvferry_operator.plan.manifests.commits import PLAN
 from kvferry_operator.plan.manifests.meta import Object, Owner, make_object, selector
 from kvferry_operator.plan.manifests.names import child, keys_name
 from kvferry_operator.plan.pods import ServicePlan
@@ -39,7 +40,7 @@ def key_secret(owner: Owner, keys: Mapping[str, bytes]) -> Object:
     return make_object("v1", "Secret", keys_name(owner.name, owner.uid), owner, body)
 
 
-def plan_notes(owner: Owner, plan: ServicePlan, notes: tuple[str, ...]) -> Object:
-    """A ConfigMap that tells people what was chosen and why. No pod reads it."""
-    data = {"revision": plan.revision, "source": str(plan.source), "notes": "\n".join(notes) + "\n"}
-    return make_object("v1", "ConfigMap", child(owner.name, "plan"), owner, {"data": data})
+def plan_notes(owner: Owner, plan: ServicePlan, notes: tuple[str, ...], commits: Mapping[str, str]) -> Object:
+    """A ConfigMap that tells people what was chosen and why. Of it, containers that fetch read the commits."""
+    data = {"revision": plan.revision, "source": str(plan.source), "notes": "\n".join(notes) + "\n", **commits}
+    return make_object("v1", "ConfigMap", child(owner.name, PLAN), owner, {"data": data})
