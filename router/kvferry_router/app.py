@@ -69,7 +69,10 @@ class RouterApp:
         self._stopping = ""
         self._internal = auth.bearer({keys.bearer(): "service"})
         # Internal routes ask for the service's own key, whatever clients must show.
-        self._open = auth.OPEN_ROUTES | {("GET", "/internal/v1/decisions"), ("HEAD", "/internal/v1/decisions")}
+        self._open = auth.OPEN_ROUTES | {
+            (method, path) for method in ("GET", "HEAD") for path in ("/readyz/router", "/internal/v1/decisions")
+        }
+        self._joined = False
         self._authenticate = authenticate
         self._why_closed = why_closed
 
@@ -77,7 +80,7 @@ class RouterApp:
         app = build_app(
             self._limits, self._authenticate, translate=translator(ApiError), open_routes=frozenset(self._open)
         )
-        add_health_routes(app, live=lambda: "", ready=self.why_not_ready)
+        add_health_routes(app, live=lambda: "", ready=self.why_not_ready, parts={"router": self.why_no_traffic})
         add_metrics_route(app, self._proxy.metrics.registry)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._one_model)
@@ -99,6 +102,20 @@ class RouterApp:
         if reason:
             return reason
         return "" if self._tools() is not None else "no decode pod's text bundle is loaded"
+
+    def why_no_traffic(self) -> str:
+        """Why clients should rather be sent to another router of the service; empty when they may come here.
+
+        A router that once knew what there is to know takes traffic until it stops. Without pods every router of the
+        service would answer 503 alike, which tells a client more than an address behind which nobody listens.
+        """
+        if reason := self._stopping or self._why_closed():
+            return reason
+        if not self._joined:
+            pool = self._proxy.pool
+            reason = pool.undiscovered or (self.why_not_ready() if pool.expected("decode") else "")
+            self._joined = not reason
+        return reason
 
     # ---- small routes ------------------------------------------------------------------------------------------
 

@@ -53,6 +53,10 @@ class PodPool:
             if not record.why_unusable(self.model) and _info(record).role in (kind, "both")
         ]
 
+    def expected(self, kind: Kind) -> bool:
+        """Whether discovery names a pod of a kind that may be used, whatever the pod itself says."""
+        return any(not record.endpoint.withheld and record.endpoint.role in (kind, "both") for record in self.table)
+
     def text_digest(self, loaded: Iterable[str]) -> str | None:
         """The bundle to tokenize with: of those loaded, the one that most usable decode pods have."""
         counts: dict[str, int] = {}

@@ -1,6 +1,7 @@
 """Health: live means "not wedged"; ready means "would answer a request now", and says why not."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 
 from aiohttp import web
 
@@ -29,8 +30,14 @@ class Readiness:
 HealthCheck = Callable[[], str]
 
 
-def add_health_routes(app: web.Application, *, live: HealthCheck, ready: HealthCheck) -> None:
-    """Serve ``/healthz`` and ``/readyz``: 200, or 503 with the reason that the check returns."""
+def add_health_routes(
+    app: web.Application,
+    *,
+    live: HealthCheck,
+    ready: HealthCheck,
+    parts: Mapping[str, HealthCheck] = MappingProxyType({}),
+) -> None:
+    """Serve ``/healthz``, ``/readyz`` and ``/readyz/<part>``: 200, or 503 with the reason that the check returns."""
 
     async def healthz(_: web.Request) -> web.Response:
         reason = live()
@@ -38,11 +45,16 @@ def add_health_routes(app: web.Application, *, live: HealthCheck, ready: HealthC
             return web.json_response({"live": False, "reason": reason}, status=503)
         return web.json_response({"live": True})
 
-    async def readyz(_: web.Request) -> web.Response:
-        reason = ready()
-        if reason:
-            return web.json_response({"ready": False, "reason": reason}, status=503)
-        return web.json_response({"ready": True})
+    def readiness(check: HealthCheck) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def readyz(_: web.Request) -> web.Response:
+            reason = check()
+            if reason:
+                return web.json_response({"ready": False, "reason": reason}, status=503)
+            return web.json_response({"ready": True})
+
+        return readyz
 
     app.router.add_get("/healthz", healthz)
-    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/readyz", readiness(ready))
+    for part, check in parts.items():
+        app.router.add_get(f"/readyz/{part}", readiness(check))

@@ -193,10 +193,11 @@ def test_credentials_come_as_files_to_the_fetching_container_alone(name: str, ex
 
 @pytest.mark.parametrize("role", ROLES)
 def test_probes_hit_real_endpoints_and_wait_for_the_load(role: str) -> None:
-    """Startup waits as long as a load may take, readiness asks /readyz each second, liveness /healthz patiently."""
+    """Startup waits as long as a load may take, readiness asks each second, liveness /healthz patiently."""
     container = container_of(make_objects(**MANIFESTS["hub"]), role)
     start, ready, live = (container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness"))
-    assert [probe["httpGet"]["path"] for probe in (start, ready, live)] == ["/readyz", "/readyz", "/healthz"]
+    traffic = "/readyz/router" if role == "router" else "/readyz"
+    assert [probe["httpGet"]["path"] for probe in (start, ready, live)] == [traffic, traffic, "/healthz"]
     assert {probe["httpGet"]["port"] for probe in (start, ready, live)} == {"http"}
     assert "http" in {port["name"] for port in container["ports"]}
     assert ready["periodSeconds"] * ready["failureThreshold"] <= 1

@@ -39,10 +39,11 @@ class PortPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probes(msgspec.Struct, frozen=True, kw_only=True):
-    """How to see whether a pod lives and would answer: GET on its http port, status 200."""
+    """How to see whether a pod lives, would answer, and should be sent clients: GET on its http port, status 200."""
 
     live: str = "/healthz"
     ready: str = "/readyz"
+    traffic: str = "/readyz"
 
 
 class PodPlan(msgspec.Struct, frozen=True, kw_only=True):

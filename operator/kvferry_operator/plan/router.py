@@ -3,7 +3,7 @@
 from kvferry_operator.api.quantities import format_seconds, parse_duration
 from kvferry_operator.api.router import Router
 from kvferry_operator.api.service import InferenceService
-from kvferry_operator.plan.pods import Argument, PodPlan, PortPlan, Slot
+from kvferry_operator.plan.pods import Argument, PodPlan, PortPlan, Probes, Slot
 from kvferry_wire.limits import DEFAULT_LIMITS
 
 MODULE = "kvferry_router"
@@ -22,6 +22,7 @@ def router_pod(service: InferenceService) -> PodPlan:
         argv=tuple(_argv(service, router)),
         env=tuple(sorted((variable.name, variable.value) for variable in router.env)),
         ports=(port,),
+        probes=Probes(traffic="/readyz/router"),
         requests=tuple(sorted(router.resources.requests.items())),
         limits=tuple(sorted(router.resources.limits.items())),
         image=router.image,

@@ -64,7 +64,7 @@ def test_the_routers_parser_takes_the_command_line_that_the_operator_writes(name
     assert {str(config.api_keys_file), str(config.service_account_dir), str(config.keys_dir)} <= mounts
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": config.port}
-    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz/router", "port": "http"}
 
 
 def test_ports_of_the_pools_services_have_the_names_that_are_looked_for() -> None:

@@ -1,4 +1,4 @@
-"""Probes that tell the truth: startup as long as a load may take, readiness = would answer, liveness = makes steps."""
+"""Probes that tell the truth: startup as long as a load may take, readiness = send clients, liveness = makes steps."""
 
 import math
 
@@ -24,8 +24,8 @@ def load_seconds(model_bytes: int | None) -> float:
 def probes(paths: Probes, startup_s: float) -> Object:
     """The three probes of a container. The others wait until the startup probe has succeeded."""
     return {
-        "startupProbe": _get(paths.ready, period=PERIOD_S, failures=math.ceil(startup_s / PERIOD_S), timeout=2),
-        "readinessProbe": _get(paths.ready, period=1, failures=1, timeout=2),
+        "startupProbe": _get(paths.traffic, period=PERIOD_S, failures=math.ceil(startup_s / PERIOD_S), timeout=2),
+        "readinessProbe": _get(paths.traffic, period=1, failures=1, timeout=2),
         "livenessProbe": _get(
             paths.live, period=LIVE_PERIOD_S, failures=math.ceil(LIVE_AFTER_S / LIVE_PERIOD_S), timeout=5
         ),
