@@ -43,11 +43,11 @@ METRICS = ("kv_pulls_ok_total", "kv_pulled_bytes_total", "kv_pull_seconds_total"
 
 
 @contextlib.contextmanager
-def pod(folder: Path, model: str, role: str) -> Iterator[str]:
+def pod(folder: Path, model: str, role: str, kv_memory: str = "512MiB") -> Iterator[str]:
     """A pod with its planes on free ports; its base URL."""
     ready, log = folder / f"{role}.json", folder / f"{role}.log"
     flags = ["--port", "0", "--keys-dir", str(folder / "keys"), "--ready-file", str(ready), "--role", role]
-    flags += ["--model", model, "--served-name", "m", "--dtype", "float32", "--threads", "1", "--kv-memory", "512MiB"]
+    flags += ["--model", model, "--served-name", "m", "--dtype", "float32", "--threads", "1", "--kv-memory", kv_memory]
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, "-m", "kvferry_runtime.server", *flags], stderr=output)
     try:
@@ -84,7 +84,7 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 async def hand_off(session: aiohttp.ClientSession, prefill: str, decode: str, leg: Leg) -> tuple[float, float]:
-    """Seconds of the hand-off, and of one decode step after it."""
+    """Seconds of the hand-off, and of one decode step after it (0 for an answer of two tokens)."""
     answered = 0.0
     async for now, frame in frames(session, prefill + "/internal/v1/prefill", leg):
         if isinstance(frame, Prefilled):
@@ -101,11 +101,12 @@ async def hand_off(session: aiohttp.ClientSession, prefill: str, decode: str, le
         elif isinstance(frame, End) and frame.recomputed:
             raise SystemExit(f"recomputed: {frame.recomputed}")
     # The first token is prefill's, passed on at once.
-    return times[-ANSWER_TOKENS + 1] - answered, times[-1] - times[-2]
+    step = times[-1] - times[-2] if len(times) > 1 else 0.0
+    return times[1 - leg.sampling.max_tokens] - answered, step
 
 
-def make_leg(name: str, tokens: int, seed: int) -> Leg:
-    ids = np.random.default_rng(seed).integers(100, 40_000, tokens)
+def make_leg(name: str, tokens: int, seed: int, *, largest_id: int = 40_000, answer: int = ANSWER_TOKENS) -> Leg:
+    ids = np.random.default_rng(seed).integers(100, largest_id, tokens)
     return Leg(
         internal_id=name,
         attempt=0,
@@ -113,7 +114,7 @@ def make_leg(name: str, tokens: int, seed: int) -> Leg:
         deadline_ms=120_000,
         prompt_ids=tuple(int(token) for token in ids),
         choices=(ChoiceState(),),
-        sampling=Sampling(seed=1, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
+        sampling=Sampling(seed=1, max_tokens=answer, temperature=0.0, ignore_eos=True),
         format=AnswerFormat(kind="completion", stream=True, include_usage=False, response_id="r", created=1, model="m"),
         extras=KeyExtras(),
     )

@@ -6,11 +6,15 @@ Two processes: this one pulls, a child owns the blocks. Ratios are medians of in
 
 - contiguous and scattered: 1000 blocks of 64 KiB through `TransferService`, against a bare socket pair that sends one
   64 MiB buffer with `sendall` and takes it with `recv_into` into one buffer;
-- hand-off: a pull of one 4 KiB block, which is nearly all fixed cost (hold, renew, read, release);
+- hand-off in the engine: a pull of one 4 KiB block (hold, renew, read, release), less the time of as many bytes on the
+  bare socket: its fixed cost;
+- hand-off end to end: two pods with the toy model, from prefill's answer at the client to decode's first own token,
+  less one decode step and the wire;
 - tokens: blocks of SmolLM2-135M (16 tokens, 737,280 bytes), beside a `memcpy` of as many bytes.
 """
 
 import argparse
+import asyncio
 import multiprocessing
 import os
 import platform
@@ -19,21 +23,32 @@ import secrets
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
+
+import aiohttp
+from handoff import frames, hand_off, make_leg, pod
 
 from kvferry_runtime.core.messages import GrantLease, HoldLease, LeaseEnded, LegKey, PullFinished, StartPull
 from kvferry_runtime.transfer.config import TransferConfig
 from kvferry_runtime.transfer.memory import ToyBlockMemory
 from kvferry_runtime.transfer.service import TransferService
+from kvferry_service.key_files import create_keys, load_keys
 from kvferry_wire.canonical import KeyExtras
+from kvferry_wire.frames import Tokens
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.hashing import prompt_digest
 from kvferry_wire.keys import ServiceKeys
 from kvferry_wire.layout import KVGroup
 
 MIB = 2**20
+SHARE_TARGETS = {"contiguous": 0.9, "scattered": 0.8}
+ENGINE_TARGET_MS, END_TO_END_TARGET_MS = 0.5, 2.0  # p50 of the fixed cost
+TOY_TOKENS, TOY_KV = 256, "256KiB"  # 4 KiB of KV, in 1024 blocks
+PAUSE_S = 0.02  # between hand-offs: an engine that becomes idle checks its books
 KEYS = ServiceKeys(http=b"h" * 32, state=b"s" * 32, hash=b"x" * 32, kv=b"k" * 32)
 SHAPES = {
     "4K": (KVGroup(name="full", layers=1, kv_heads=1, head_dim=32, dtype="float32"), 64),
@@ -186,16 +201,68 @@ def measure_bandwidth(puller: Puller, bare: BareSocket, rounds: int) -> None:
             for name, seconds in figures.items():
                 took[name].append(seconds)
     medians = {name: statistics.median(seconds) for name, seconds in took.items()}
-    print(f"\n1000 blocks of 64 KiB ({nbytes / MIB:.1f} MiB), median of {rounds}")
+    print(f"\n1000 blocks of 64 KiB ({nbytes / MIB:.1f} MiB), median of {rounds} [quartiles]")
     for name, seconds in medians.items():
-        paired = statistics.median(b / s for b, s in zip(took["bare socket"], took[name], strict=True))
-        print(f"  {name:12s} {nbytes / MIB / seconds:8.0f} MiB/s   {paired:6.0%} of the bare socket")
+        shares = sorted(b / s for b, s in zip(took["bare socket"], took[name], strict=True))
+        paired = statistics.median(shares)
+        low, high = shares[len(shares) // 4], shares[-1 - len(shares) // 4]
+        target = SHARE_TARGETS.get(name)
+        told = "" if target is None else f"   target >= {target:.0%}: {reached(paired >= target)}"
+        share = f"{paired:6.0%} of the bare socket [{low:.0%} .. {high:.0%}]"
+        print(f"  {name:12s} {nbytes / MIB / seconds:8.0f} MiB/s   {share}{told}")
 
 
-def measure_hand_off(puller: Puller, rounds: int) -> None:
-    took = sorted(puller.pull("4K", [1], [2]) for _ in range(rounds * 10 + 5))
-    print(f"\nhand-off of one 4 KiB block, of {len(took)}")
-    print(f"  p50 {took[len(took) // 2] * 1e3:.2f} ms, p99 {took[int(len(took) * 0.99)] * 1e3:.2f} ms")
+def measure_hand_off(puller: Puller, bare: BareSocket, rounds: int) -> None:
+    """In the engine: from `hold` to `PullFinished`, less what a bare socket takes for as many bytes."""
+    pairs = [(puller.pull("4K", [1], [2]), bare.take(4096)) for _ in range(rounds * 20 + 5)][5:]
+    print(f"\nhand-off of one 4 KiB block in the engine, of {len(pairs)}")
+    print_fixed_cost([pull for pull, _ in pairs], [wire for _, wire in pairs], ENGINE_TARGET_MS)
+
+
+def measure_end_to_end(bare: BareSocket, rounds: int) -> None:
+    """Between two pods: from prefill's answer to decode's first own token, less one decode step, less the wire."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        create_keys(folder / "keys")
+        with pod(folder, "toy", "prefill", TOY_KV) as prefill, pod(folder, "toy", "decode", TOY_KV) as decode:
+            pairs, step = asyncio.run(hand_offs(folder, prefill, decode, bare, rounds))
+    print(f"\nhand-off of {TOY_TOKENS} tokens of the toy model between two pods (4 KiB of KV), of {len(pairs)}")
+    print(f"  one decode step, left out: {step * 1e3:.2f} ms")
+    print_fixed_cost([whole - step for whole, _ in pairs], [wire for _, wire in pairs], END_TO_END_TARGET_MS)
+
+
+async def hand_offs(
+    folder: Path, prefill: str, decode: str, bare: BareSocket, rounds: int
+) -> tuple[list[tuple[float, float]], float]:
+    """Seconds of each hand-off and of as many bytes on the bare socket; and of one decode step."""
+    headers = {"Authorization": f"Bearer {load_keys(folder / 'keys', need_kv=True).bearer()}"}
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(60)) as session:
+        pairs = []
+        for number in range(rounds * 10 + 10):
+            await asyncio.sleep(PAUSE_S)
+            leg = make_leg(f"e2e-{number}", TOY_TOKENS, number, largest_id=500, answer=2)
+            whole, _ = await hand_off(session, prefill, decode, leg)
+            pairs.append((whole, bare.take(4096)))
+        times: list[float] = []
+        leg = make_leg("steps", TOY_TOKENS, 10**6, largest_id=500, answer=400)
+        async for now, frame in frames(session, decode + "/internal/v1/generate", leg):
+            if isinstance(frame, Tokens):
+                times += [now] * len(frame.ids)
+    return pairs[10:], (times[-1] - times[0]) / (len(times) - 1)
+
+
+def print_fixed_cost(took: list[float], wire: list[float], target_ms: float) -> None:
+    """Percentiles of the whole, of the wire alone, and of their difference, which has a target."""
+    fixed = [whole - alone for whole, alone in zip(took, wire, strict=True)]
+    for name, seconds in (("hand-off", took), ("bare socket", wire), ("fixed cost", fixed)):
+        ordered = sorted(seconds)
+        p50, p99 = (1e3 * ordered[int(len(ordered) * share)] for share in (0.5, 0.99))
+        told = f"   target p50 <= {target_ms:g} ms: {reached(p50 <= target_ms)}" if name == "fixed cost" else ""
+        print(f"  {name:12s} p50 {p50:6.2f} ms, p99 {p99:6.2f} ms{told}")
+
+
+def reached(true: bool) -> str:
+    return "reached" if true else "not reached"
 
 
 def measure_tokens(puller: Puller, bare: BareSocket, rounds: int) -> None:
@@ -235,7 +302,8 @@ def main() -> None:
     puller, bare = Puller(ours), BareSocket()
     try:
         measure_bandwidth(puller, bare, rounds)
-        measure_hand_off(puller, rounds)
+        measure_hand_off(puller, bare, rounds)
+        measure_end_to_end(bare, rounds)
         measure_tokens(puller, bare, rounds)
     finally:
         ours.send(None)
