@@ -14,7 +14,7 @@ export PYTHON
 
 ours=${KVFERRY_CACHE:-$HOME/.cache/kvferry}/clusters/${CLUSTER:-kvferry}/kubeconfig
 if [ "${KUBECONFIG:-$ours}" = "$ours" ]; then
-  if ! "$CLUSTER_SH" env >/dev/null 2>&1; then
+  if ! "$CLUSTER_SH" status; then
     [ -n "${KEEP:-}" ] || trap '"$CLUSTER_SH" down' EXIT
     "$CLUSTER_SH" up "${NODES:-2}"
   else

@@ -2,6 +2,7 @@
 # A kind cluster on this machine with kvferry's images loaded.
 #
 #   cluster.sh up [NODES]    make it (default 2 nodes); does nothing if it is there
+#   cluster.sh status        exit 0 if its API server answers
 #   cluster.sh env           print what a shell needs: eval "$(cluster.sh env)"
 #   cluster.sh load          make the images anew from the working tree and load them
 #   cluster.sh down          delete it, and stop the private Docker unless somebody else uses it
@@ -163,7 +164,7 @@ api_port() { sed -n 's/.*server: https:\/\/127.0.0.1:\([0-9]*\).*/\1/p' "$KUBECO
 
 # Only the private Docker hides the API server in a network namespace.
 start_forward() {
-  local namespace=/run/netns/kvferry-docker port
+  local namespace=/run/netns/$PRIVATE_DOCKER port
   [ -n "$("$E2E_CLUSTER/docker.sh" env)" ] || return 0
   port=$(api_port)
   start_daemon "$HOME_FOLDER/forward.log" "$HOME_FOLDER/forward.pid" "$PYTHON" "$E2E_CLUSTER/forward.py" "$namespace" "$port"
@@ -195,9 +196,10 @@ down() {
 case ${1:-} in
   up) up "${2:-2}" ;;
   up-in-docker) up_in_docker "$2" "$3" ;;
+  status) is_up ;;
   env) environment ;;
   load) reload ;;
   load-in-docker) load ;;
   down) down ;;
-  *) die 2 "usage: cluster.sh up [NODES] | env | load | down" ;;
+  *) die 2 "usage: cluster.sh up [NODES] | status | env | load | down" ;;
 esac

@@ -13,7 +13,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$(dirname "$(readlink -f "$0")")/lib.sh"
 
-NAME=kvferry-docker
+NAME=$PRIVATE_DOCKER
 NETNS=$NAME
 RUN=/run/$NAME # sockets, pids, logs: short paths, gone with a reboot
 STORE=$CACHE/docker
@@ -73,7 +73,9 @@ start_private() {
   ip netns list | grep -qw "$NETNS" || ip netns add "$NETNS"
   ip -n "$NETNS" link set lo up
   write_config
+  pid_of dockerd >/dev/null || rm -f "$RUN/docker.pid" "$RUN/docker.sock" # of one that was killed
   if ! pid_of containerd >/dev/null; then
+    rm -f "$RUN/containerd.sock"
     start_daemon "$RUN/containerd.log" "$RUN/containerd.pid" \
       nsenter --net="/run/netns/$NETNS" unshare --mount --propagation slave containerd --config "$RUN/containerd.toml"
   fi

@@ -3,7 +3,8 @@
 
 E2E_CLUSTER=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 CACHE=${KVFERRY_CACHE:-$HOME/.cache/kvferry} # outside the clone, shared by all clones of this user
-export E2E_CLUSTER CACHE
+PRIVATE_DOCKER=${KVFERRY_DOCKER:-kvferry-docker} # name of the private Docker, its network namespace and its cgroup
+export E2E_CLUSTER CACHE PRIVATE_DOCKER
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin # ip, iptables, debootstrap: not in every shell
 
 say() { echo "cluster: $*" >&2; }
