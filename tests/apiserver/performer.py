@@ -72,10 +72,15 @@ class RealCluster:
     # ---- the operator's side
 
     def children(self) -> tuple[Object, ...]:
-        chosen = {"labelSelector": f"{INSTANCE}={self.name}"}
-        return tuple(
-            child for version, kind in WATCHED for child in self.admin.list(version, kind, self.namespace, **chosen)
-        )
+        return tuple(child for version, kind in WATCHED for child in self._list(version, kind))
+
+    def _list(self, api_version: str, kind: str) -> list[Object]:
+        try:
+            return self.admin.list(api_version, kind, self.namespace, labelSelector=f"{INSTANCE}={self.name}")
+        except Refused as refused:
+            if refused.code == 404 and api_version == GATEWAY:
+                return []  # not installed in this cluster
+            raise
 
     def decide(self) -> Decision:
         seen = Seen(children=self.children(), faults=self.faults)

@@ -118,7 +118,7 @@ MEGABYTE = 2**20
     ids=lambda changes: f"{next(iter(changes))} {len(str(changes))}",
 )
 def test_too_much_and_too_strange_is_refused_by_both(api_server: ApiServer, changes: dict[str, Any]) -> None:
-    """A megabyte, twenty thousand items, digits without end, letters beyond ASCII where only ASCII has a meaning: each is
+    """A megabyte, twenty thousand items, digits without end, letters beyond ASCII where only ASCII has a meaning: it is
     a fault of the user, told as such, and the server answers the next request."""
     wanted = make_manifest(**changes)
     with pytest.raises(ManifestError):

@@ -1,8 +1,8 @@
 """A real Kubernetes API server with its etcd, and nothing else: no node, no controller, no Docker, no root.
 
 What controllers would do is missing: no pod starts, nothing is garbage collected, a deleted namespace stays, quotas
-have no usage, and ServiceAccounts are made by whoever needs them. Admission is as by default: Pod Security, quota and
-ServiceAccounts are on. Both processes end with the one that started them.
+have no usage, and ServiceAccounts are made by whoever needs them. Admission is as by default (Pod Security, quota and
+ServiceAccounts are on) and a little stricter. Both processes end with the one that started them.
 """
 
 import base64
@@ -40,6 +40,9 @@ class ApiServer:
         folder: an empty one, which ``close`` removes.
     """
 
+    # Beyond the default, as some distributions have it: whose owner blocks its deletion must be allowed to say so.
+    admission = ("OwnerReferencesPermissionEnforcement",)
+
     def __init__(self, tools: Path, folder: Path) -> None:
         self.tools = tools
         self.folder = folder
@@ -47,6 +50,7 @@ class ApiServer:
         self.url = f"https://{HOST}:{port}"
         self._token = secrets.token_hex(16)
         self._numbers = itertools.count(1)
+        self._clients: list[KubeClient] = []
         self._etcd: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
         _make_certificate(self.folder / "server.crt", self.folder / "server.key")
@@ -80,6 +84,8 @@ class ApiServer:
 
     def stop(self) -> None:
         """End the API server at once, with every connection to it. etcd stays, and with it all objects."""
+        for client in self._clients:
+            client.close()
         if self._server is not None:
             self._server.kill()
             self._server.wait()
@@ -100,8 +106,10 @@ class ApiServer:
     # ---- users
 
     def client_of(self, token: str) -> KubeClient:
-        """A client that shows this token."""
-        return KubeClient(self.url, str(self.folder / "server.crt"), token)
+        """A client that shows this token; it is closed with the server."""
+        made = KubeClient(self.url, str(self.folder / "server.crt"), token)
+        self._clients.append(made)
+        return made
 
     def token_for(self, namespace: str, service_account: str) -> str:
         """A token of a ServiceAccount, which must exist."""
@@ -219,6 +227,7 @@ class ApiServer:
             f"--cert-dir={self.folder}",
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--authorization-mode=RBAC",
+            f"--enable-admission-plugins={','.join(self.admission)}",
             "--service-cluster-ip-range=10.0.0.0/16",
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={tokens}",

@@ -1,4 +1,4 @@
-"""A small client of a Kubernetes API server: plain dicts, blocking, a new connection per request.
+"""A small client of a Kubernetes API server: plain dicts, blocking.
 
 It does what tests need to see exactly what the server answers; the operator itself uses another client.
 """
@@ -6,6 +6,7 @@ It does what tests need to see exactly what the server answers; the operator its
 import http.client
 import json
 import ssl
+import threading
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -32,14 +33,30 @@ class Refused(Exception):
         super().__init__(f"{code} {self.reason}: {self.message}")
 
 
+def _as_os_error(error: Exception) -> OSError:
+    return error if isinstance(error, OSError) else ConnectionError(str(error))
+
+
 class KubeClient:
-    """Speaks to one server as one user."""
+    """Speaks to one server as one user, over one connection that is kept: one call at a time."""
 
     def __init__(self, url: str, ca: str, token: str) -> None:
         self._host = urlsplit(url).netloc
         self._ssl = ssl.create_default_context(cafile=ca)
         self._token = token
         self._kinds: dict[tuple[str, str], Object] = {}
+        self._connection: http.client.HTTPSConnection | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the connection; the next call opens another."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def request(
         self, method: str, path: str, body: Any = None, *, content_type: str = JSON, **query: str
@@ -48,15 +65,26 @@ class KubeClient:
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": content_type, "Accept": JSON}
         url = f"{path}?{urlencode(query)}" if query else path
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPSConnection(self._host, context=self._ssl, timeout=TIMEOUT_S)
-        try:
-            connection.request(method, url, data, headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except http.client.HTTPException as error:  # the server went away while it answered
-            raise ConnectionError(str(error)) from error
-        finally:
-            connection.close()
+        with self._lock:
+            kept = self._connection is not None
+            try:
+                return self._send(method, url, data, headers)
+            except (OSError, http.client.HTTPException) as error:
+                self._close()
+                if not kept:
+                    raise _as_os_error(error) from error
+            try:  # the server has closed the kept connection meanwhile
+                return self._send(method, url, data, headers)
+            except (OSError, http.client.HTTPException) as error:
+                self._close()
+                raise _as_os_error(error) from error
+
+    def _send(self, method: str, url: str, data: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        if self._connection is None:
+            self._connection = http.client.HTTPSConnection(self._host, context=self._ssl, timeout=TIMEOUT_S)
+        self._connection.request(method, url, data, headers)
+        response = self._connection.getresponse()
+        return response.status, response.read()
 
     def call(self, method: str, path: str, body: Any = None, *, content_type: str = JSON, **query: str) -> Object:
         """The answer's object. Raises ``Refused``."""

@@ -6,6 +6,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The Lease by which one operator of a release works: two releases in one namespace do not share it. */}}
+{{- define "kvferry.leaseName" -}}
+{{ include "kvferry.fullname" . }}-operator
+{{- end -}}
+
 {{- define "kvferry.selectorLabels" -}}
 app.kubernetes.io/name: kvferry-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
