@@ -33,6 +33,7 @@ import psutil
 import uvloop
 
 from kvferry_service.key_files import create_keys, load_keys
+from kvferry_wire import PROTOCOL_VERSION
 from kvferry_wire.frames import End, Tokens, encode_frame
 from kvferry_wire.leg import Leg
 from kvferry_wire.limits import Limits
@@ -111,7 +112,7 @@ def _info(text_digest: str, port: int) -> bytes:
     return encode_json(
         PodInfo(
             version="0",
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             incarnation="00" * 16,
             epoch=1,
             role="both",
@@ -286,7 +287,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _wait_ready(port: int) -> None:
+def _wait_ready(port: int, log: Path) -> None:
     until = time.monotonic() + 120
     while time.monotonic() < until:
         try:
@@ -296,7 +297,7 @@ def _wait_ready(port: int) -> None:
         except OSError:
             pass
         time.sleep(0.1)
-    raise SystemExit(f"nothing is ready on port {port}")
+    raise SystemExit(f"nothing is ready on port {port}:\n{log.read_text()[-2000:]}")
 
 
 def _start(folder: Path, pod: str, pod_port: int, state_port: int, router_port: int) -> list[subprocess.Popen[bytes]]:
@@ -335,7 +336,7 @@ def main() -> None:
         pod_port, state_port, router_port = _free_ports(3)
         processes = _start(folder, args.pod, pod_port, state_port, router_port)
         try:
-            _wait_ready(router_port)
+            _wait_ready(router_port, folder / "log")
             router = psutil.Process(processes[1].pid)
             print(
                 f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()}"
