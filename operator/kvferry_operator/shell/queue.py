@@ -37,6 +37,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended."""
 
     failed: bool = False  # come back with a back-off
+    progressed: bool = False  # something of what was wanted is done: the back-off begins anew
     pause_s: float = 0.0  # failed: nothing is to run for so many seconds; the API server is busy or away
     wrote: bool = False  # something was changed in the cluster
     again: bool = False  # more is to be done at once
@@ -115,7 +116,8 @@ class WorkQueue(Generic[Key]):
         if outcome.gone and not slot.changed:
             del self._slots[key]
             return
-        slot.failures = slot.failures + 1 if outcome.failed else 0
+        before = 0 if outcome.progressed else slot.failures
+        slot.failures = before + 1 if outcome.failed else 0
         changed, slot.changed = slot.changed or outcome.again, False
         paced = self._paced(slot, outcome.wrote, now)
         if outcome.failed:

@@ -21,7 +21,8 @@ from kvferry_operator.shell.recorder import Recorder
 from kvferry_service import logs
 from kvferry_wire.keys import KEY_BYTES, KEY_NAMES
 
-LOOKS = 3  # decisions of one pass that may find that more has to be looked up
+LOOKS = 8  # decisions in a row that may find that more has to be looked up; two do
+ABSENT_S = 15.0  # what was not there need not be looked up again while the server is too busy for writes
 KEYS_AGAIN_S = 30.0  # between attempts to make a Secret that pods may wait for
 INTERNAL = "OperatorFailed"
 _log = logs.get_logger(__name__)
@@ -33,6 +34,8 @@ class _Memory(msgspec.Struct, kw_only=True):
     uid: str
     keys_at: float | None = None  # when its Secret was last made or found
     faults: tuple[ApplyFault, ...] = ()
+    absent: frozenset[Ref] = frozenset()  # looked up in a pass that the server's pause has ended
+    absent_at: float = 0.0
 
 
 class Reconciler:
@@ -91,9 +94,10 @@ class _Pass:
         self._key = key
         self._found = found
         self._memory = memory
-        self._looked: dict[Ref, Object | None] = {}  # what the watches do not show, by name
+        self._looked: dict[Ref, Object | None] = self._remembered()  # what the watches do not show, by name
         self._changed = False  # other faults than in the pass before
         self._wrote = False
+        self._progressed = False
 
     async def run(self) -> Outcome:
         its = self._its
@@ -108,10 +112,13 @@ class _Pass:
         untold = await self._tell(decision)
         # No watch shows that somebody else's object goes whose name we need: look again after a while.
         blocked = any(found is not None for ref, found in self._looked.items() if self._unwatched(ref))
+        pause_s = max(pause_s, untold or 0.0)
+        self._remember(pause_s)
         return Outcome(
             wrote=self._wrote,
+            progressed=self._progressed,
             failed=failed or blocked or untold is not None,
-            pause_s=max(pause_s, untold or 0.0),
+            pause_s=pause_s,
             again=again,
         )
 
@@ -131,10 +138,24 @@ class _Pass:
                     break  # the next one would fare no better
                 continue
             self._done(effect)
-            self._wrote = True
+            self._wrote = self._progressed = True
         self._changed = memory.faults != tuple(faults)
         memory.faults = tuple(faults)
         return failed, pause_s
+
+    def _remembered(self) -> dict[Ref, Object | None]:
+        fresh = self._its._clock() < self._memory.absent_at + ABSENT_S
+        return dict.fromkeys(self._memory.absent) if fresh else {}
+
+    def _remember(self, pause_s: float) -> None:
+        """After a pass that had to pause: spare the looks of the next one."""
+        memory, now = self._memory, self._its._clock()
+        if now >= memory.absent_at + ABSENT_S:
+            memory.absent, memory.absent_at = frozenset(), now
+        if pause_s > 0:
+            memory.absent |= {ref for ref, found in self._looked.items() if found is None}
+        else:
+            memory.absent = frozenset()
 
     # ---- see and decide
 
@@ -144,10 +165,10 @@ class _Pass:
             decision = self._decision(keys)
             unknown = [ref for effect in decision.effects if (ref := _wanted(effect)) and self._unseen(ref)]
             if not unknown:
-                break
+                return decision
             for ref in unknown:
                 self._looked[ref] = await self._its._api.get(kind_of(ref[0]), ref[1], ref[2])
-        return decision
+        raise RuntimeError(f"each of {LOOKS} decisions wanted other objects")
 
     def _unseen(self, ref: Ref) -> bool:
         return ref not in self._looked and self._unwatched(ref)

@@ -83,6 +83,18 @@ def test_success_forgets_the_back_off() -> None:
     assert queue.next_due() == pytest.approx(30.5)
 
 
+def test_progress_begins_the_back_off_anew() -> None:
+    """A server that refuses each third call delays, it does not stop: every pass gets further."""
+    queue, now, gaps = make_queue(), 0.0, []
+    queue.add("a", now)
+    for progressed in (False, False, True, True, False):
+        run(queue, now, Outcome(failed=True, progressed=progressed))
+        due = queue.next_due() or 0.0
+        gaps.append(due - now)
+        now = due
+    assert gaps == [0.5, 1.0, 0.5, 0.5, 1.0]
+
+
 def test_a_change_brings_a_failing_key_forward_but_not_at_once() -> None:
     """A person's fix is tried soon; a stream of changes is no hot loop."""
     queue = make_queue()
