@@ -48,7 +48,7 @@ def test_the_operators_process_imports_without_router_and_engine() -> None:
 
 def test_the_command_line_imports_with_the_base_install() -> None:
     """Commands bring in what they need when they run; `kvferry --help` needs no torch."""
-    import_all("kvferry_cli", ROUTER_EXTRA + RUNTIME_EXTRA)
+    import_all("kvferry_cli", (*ROUTER_EXTRA, *RUNTIME_EXTRA, "matplotlib"))
 
 
 @pytest.mark.parametrize("name", ["kvferry_text", "kvferry_service", "kvferry_router"])

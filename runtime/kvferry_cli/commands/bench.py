@@ -113,7 +113,13 @@ def run_pd(args: argparse.Namespace) -> int:
     refuse(args.file, faults_of(service))
     refuse(args.file, _length_faults(service.spec.engine.max_model_len, load))
     side_plan = planned(args.file)
-    model = resolve_model(side_plan.source, args.file.absolute().parent, progress=sys.stderr.isatty())
+    model = resolve_model(
+        side_plan.source,
+        args.file.absolute().parent,
+        progress=True,
+        s3_endpoint=side_plan.s3_endpoint,
+        s3_region=side_plan.s3_region,
+    )
     check_model(model)
     asked = Asked(
         manifest=args.file.absolute(),
