@@ -31,7 +31,7 @@ private_docker() { DOCKER_HOST=$SOCKET timeout 20 docker version >/dev/null 2>&1
 pid_of() {
   local pid
   pid=$(cat "$RUN/$1.pid" 2>/dev/null) || return 1
-  tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "$RUN/$1" && echo "$pid"
+  { tr '\0' ' ' <"/proc/$pid/cmdline"; } 2>/dev/null | grep -q "$RUN/$1" && echo "$pid"
 }
 
 check_machine() {
