@@ -13,12 +13,14 @@ TESTS ?= tests
 ARGS ?=
 SEEDS ?= 500
 NODES ?= 2
+TARGETS ?= operator router runtime
 
 BIN := $(VENV)/bin
 SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) UV_PYTHON=$(BIN)/python UV_PYTHON_DOWNLOADS=never \
 	UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-120} $(BIN)/uv sync --locked --inexact
 
 .PHONY: help serve test test-tools lint format docs crds sim sim-full bench install install-dev clean
+.PHONY: images images-offline images-lock
 .PHONY: cluster-up cluster-env cluster-load cluster-down e2e e2e-full
 
 help: ## show this list
@@ -33,6 +35,15 @@ test: install-dev ## install what the tests need, then run them (TESTS=path, ARG
 
 test-tools: ## build what tests on a Kubernetes API server need (kube-apiserver, etcd, kubectl, Helm) with Go, once
 	e2e/tools/build.sh apiserver helm
+
+images: ## build TARGETS (operator router runtime) with Docker; docs/images.md tells the arguments
+	@images/build.sh $(TARGETS)
+
+images-offline: install-dev ## the same where Docker reaches no network; needs root
+	@PYTHON=$(BIN)/python images/offline.sh $(TARGETS)
+
+images-lock: install-dev ## write what images install, from uv.lock
+	$(BIN)/python images/lock.py
 
 cluster-up: install-dev ## make a kind cluster of NODES nodes with our images; needs Docker, or root on Debian (e2e/README.md)
 	@PYTHON=$(BIN)/python e2e/cluster/cluster.sh up $(NODES)

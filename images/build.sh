@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Build the images: build.sh [TARGET...]     targets: operator router runtime (default: all)
+#
+# Environment: REPOSITORY (kvferry), TAG (the version), BASE, TORCH (cpu or cuda), TORCH_INDEX, TORCH_SHA256, PIP_INDEX_URL,
+# RELEASE=1 (refuse what could not be made again), OFFLINE=1 (see offline.sh), DOCKER_BUILD_ARGS (more for docker build).
+set -euo pipefail
+cd "$(dirname "$(readlink -f "$0")")/.."
+
+die() { echo "images/build.sh: $*" >&2; exit 1; }
+
+REPOSITORY=${REPOSITORY:-kvferry}
+VERSION=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+TAG=${TAG:-$VERSION}
+REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)
+export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || echo 1767225600)}
+
+[ $# -gt 0 ] || set -- operator router runtime
+for target; do
+  case $target in operator | router | runtime) ;; *) die "no target $target; there are operator, router and runtime" ;; esac
+done
+case ${TORCH:-cpu} in cpu | cuda) ;; *) die "TORCH=$TORCH; accepts cpu or cuda" ;; esac
+if [ -n "${RELEASE:-}" ]; then
+  case ${BASE:-} in *@sha256:*) ;; *) die "a release names its base image by digest: BASE=NAME:TAG@sha256:..." ;; esac
+  [ -z "$(git status --porcelain)" ] || die "a release is built from a clean checkout"
+  [ "${TORCH:-cpu}" = cuda ] || [ -n "${TORCH_SHA256:-}" ] || die "a release of TORCH=cpu names its file: TORCH_SHA256=..."
+fi
+
+arguments=(--build-arg "VERSION=$VERSION" --build-arg "REVISION=$REVISION" --build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH")
+for name in BASE TORCH TORCH_INDEX TORCH_SHA256 PIP_INDEX_URL; do
+  [ -z "${!name:-}" ] || arguments+=(--build-arg "$name=${!name}")
+done
+# shellcheck disable=SC2206  # several arguments in one variable
+arguments+=(${DOCKER_BUILD_ARGS:-})
+
+for target; do
+  image=$REPOSITORY/$target:$TAG
+  echo "images/build.sh: building $image" >&2
+  docker build --file images/Dockerfile --target "$target" --tag "$image" "${arguments[@]}" .
+  docker image inspect --format "$image {{.Id}} {{.Size}} bytes" "$image"
+done

@@ -1,0 +1,262 @@
+"""The Dockerfile and what it installs, read without building: unprivileged, locked, and starting what pods start."""
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from kvferry_operator.plan.manifests.security import USER
+from tests.operator.cluster import DEMO, container_of, make_objects, pod_of
+from tests.repo.sources import ROOT
+
+FOLDER = ROOT / "images"
+DOCKERFILE = (FOLDER / "Dockerfile").read_text()
+
+
+def script(name: str) -> Any:
+    """A program beside the Dockerfile, as a module."""
+    spec = importlib.util.spec_from_file_location(f"kvferry_images_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+finish, lock = script("finish"), script("lock")
+TARGETS = ("operator", "router", "runtime")
+UV = Path(sys.executable).with_name("uv")
+
+
+class Instruction(msgspec.Struct, frozen=True):
+    """One instruction of the Dockerfile, in the stage where it stands."""
+
+    stage: str
+    name: str
+    text: str
+
+
+def instructions() -> list[Instruction]:
+    """All of them, continued lines joined."""
+    found, stage = [], ""
+    joined = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE))
+    for line in filter(None, (line.strip() for line in joined.splitlines())):
+        name, _, text = line.partition(" ")
+        if name == "FROM":
+            stage = text.rpartition(" AS ")[2]
+        found.append(Instruction(stage, name, text.strip()))
+    return found
+
+
+def parents(stage: str) -> Iterator[str]:
+    """A stage and those that it is made from."""
+    from_ = {one.stage: one.text.partition(" AS ")[0] for one in instructions() if one.name == "FROM"}
+    while stage in from_:
+        yield stage
+        stage = from_[stage]
+
+
+def of(target: str, name: str) -> list[str]:
+    """The instructions of a name that count for a target, the last one last."""
+    line = list(parents(target))[::-1]
+    return [one.text for stage in line for one in instructions() if one.stage == stage and one.name == name]
+
+
+def entry_point(target: str) -> list[str]:
+    found: list[str] = json.loads(of(target, "ENTRYPOINT")[-1])
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_images_run_as_nobody_in_particular(target: str) -> None:
+    """By number, so that `runAsNonRoot` can be checked; the user that pods name, with a name in the image."""
+    assert of(target, "USER") == [f"{USER}:{USER}"]
+    assert any(f"kvferry:x:{USER}:{USER}:" in text and "/etc/passwd" in text for text in of(target, "RUN"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_images_hold_an_environment_and_no_tools(target: str) -> None:
+    """One copy from the stage that installed it; nothing is installed or fetched in the image itself."""
+    assert of(target, "COPY") == [f"--from={target}-environment /opt/kvferry /opt/kvferry"]
+    assert not [text for text in of(target, "RUN") if "install" in text]
+    (path,) = re.findall(r"(?<!\w)PATH=(\S+)", " ".join(of(target, "ENV")))
+    assert path.startswith("/opt/kvferry/bin:")
+
+
+def test_nothing_comes_from_an_address_or_as_root_later() -> None:
+    """No ADD, no curl, no apt, no second user, no secret as an argument; one argument names the base of all stages."""
+    assert not [one for one in instructions() if one.name in ("ADD", "ONBUILD", "SHELL", "VOLUME")]
+    runs = " ".join(one.text for one in instructions() if one.name == "RUN")
+    assert not re.search(r"\b(curl|wget|git|apt|apt-get|sudo|chmod|chown)\b", runs)
+    assert not re.search(
+        r"(?i)token|password|secret", " ".join(one.text for one in instructions() if one.name in ("ARG", "ENV"))
+    )
+    outside = {one.text.partition(" AS ")[0] for one in instructions() if one.name == "FROM"}
+    assert {name for name in outside if name not in {one.stage for one in instructions()}} == {"${BASE}"}
+
+
+def test_every_install_is_held_by_digests() -> None:
+    """Wheels only, from the index that is an argument; ours without any index."""
+    installer = (FOLDER / "install.sh").read_text()
+    lines = [line for line in installer.splitlines() if line.strip().startswith("install ")]
+    assert len(lines) == 3
+    assert "--require-hashes" in lines[0]
+    assert "torch" in lines[1] and "--no-deps" in lines[1]
+    assert lines[2].split()[1:] == ["--no-deps", "--no-index", "/wheel/*.whl"]
+    assert "--only-binary=:all:" in installer
+    assert re.search(r"--require-hashes --only-binary=:all: --requirement images/requirements/wheel\.txt", DOCKERFILE)
+
+
+@pytest.mark.parametrize(("target", "role"), [("router", "router"), ("runtime", "decode"), ("runtime", "prefill")])
+def test_pods_start_what_the_image_starts(target: str, role: str) -> None:
+    """The rendered command is the entry point; arguments come behind it."""
+    container = container_of(make_objects(spec__model__source=DEMO), role)
+    assert container["command"] == entry_point(target)
+
+
+def test_the_fetching_container_runs_in_the_runtime_image() -> None:
+    """The same interpreter, another module, which that image holds."""
+    (fetch,) = pod_of(make_objects(spec__model__source=DEMO), "decode")["initContainers"]
+    assert fetch["command"][:-1] == entry_point("runtime")[:-1]
+    assert fetch["image"] == container_of(make_objects(spec__model__source=DEMO), "decode")["image"]
+    assert (ROOT / "runtime" / fetch["command"][-1] / "__main__.py").is_file()
+
+
+def test_the_chart_starts_the_operator_as_its_image_does() -> None:
+    """The command of the Deployment's template, and images that bear the targets' names."""
+    template = (ROOT / "charts/kvferry/templates/deployment.yaml").read_text()
+    (command,) = re.findall(r"^\s*command: (\[.*\])$", template, re.MULTILINE)
+    assert yaml.safe_load(command) == entry_point("operator")
+    values = yaml.safe_load((ROOT / "charts/kvferry/values.yaml").read_text())
+    assert {name: image["repository"] for name, image in values["images"].items()} == {
+        target: f"kvferry/{target}" for target in TARGETS
+    }
+
+
+@pytest.mark.skipif(not UV.exists(), reason="uv is not installed beside this Python; `make install-dev` brings it")
+def test_requirements_are_those_of_the_lock() -> None:
+    """`make images-lock` would change nothing."""
+    lying = {file.name: file.read_text() for file in (FOLDER / "requirements").iterdir()}
+    assert lying == lock.requirements(UV)
+
+
+def locked(name: str) -> dict[str, str]:
+    """What a requirements file installs, by name."""
+    lines = (FOLDER / "requirements" / name).read_text().splitlines()
+    return dict(re.findall(r"^([a-z0-9._-]+)==([^\s;]+)", "\n".join(lines), re.MULTILINE))
+
+
+def test_each_file_of_the_lock_is_held_by_a_digest() -> None:
+    """But for torch of another index, whose files the lock does not know: its version is held."""
+    for name in lock.FILES:
+        text = (FOLDER / "requirements" / name).read_text()
+        for block in re.split(r"\n(?=[a-z])", text)[1:]:
+            assert "--hash=sha256:" in block, (name, block[:60])
+    assert locked("torch-cpu.txt") == {"torch": lock.locked()["torch"]}
+
+
+def test_torch_is_in_the_runtime_alone() -> None:
+    """And without CUDA's parts where none is asked for."""
+    for name in ("operator.txt", "router.txt"):
+        assert not {"torch", "numpy", "transformers", "safetensors"} & locked(name).keys()
+    assert "kopf" not in locked("router.txt")
+    assert "kopf" in locked("operator.txt")
+    assert {"torch", "boto3", "pip"} <= locked("runtime-cuda.txt").keys()
+    left = locked("runtime-cuda.txt").keys() - locked("runtime-cpu.txt").keys()
+    assert "torch" in left
+    assert all(lock.CUDA.fullmatch(name) for name in left)
+
+
+def test_the_build_sees_sources_and_nothing_else() -> None:
+    """All is ignored but what the Dockerfile copies; no folder of a virtual environment, no repository, no cache."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert lines[0] == "*"
+    let_in = {line[1:] for line in lines if line.startswith("!")}
+    copied = {
+        word.split("/")[0]
+        for one in instructions()
+        if one.name == "COPY" and "--from" not in one.text
+        for word in shlex.split(one.text)[:-1]
+    }
+    assert let_in == copied
+
+
+def test_scripts_are_sound() -> None:
+    """They parse, and stop at the first fault."""
+    for program in FOLDER.glob("*.sh"):
+        subprocess.run(["bash", "-n", str(program)], check=True, timeout=10)
+        assert re.search(r"^set -eu", program.read_text(), re.MULTILINE), program.name
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "said"),
+    [
+        ({}, ["kernel"], "no target kernel"),
+        ({"TORCH": "rocm"}, [], "accepts cpu or cuda"),
+        ({"RELEASE": "1"}, [], "by digest"),
+        ({"RELEASE": "1", "BASE": "python:3.11"}, [], "by digest"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_first(environment: dict[str, str], arguments: list[str], said: str) -> None:
+    """Before Docker is asked for anything."""
+    command = ["bash", str(FOLDER / "build.sh"), *arguments]
+    env = {"PATH": "/usr/bin:/bin", **environment}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+STATUS = """Package: libc6
+Status: install ok installed
+Architecture: amd64
+Version: 2.36-9+deb12u1
+Description: a library
+ Package: not this
+
+Package: gone
+Status: deinstall ok config-files
+Architecture: amd64
+Version: 1:2~3
+"""
+
+
+def test_the_bill_of_materials_names_everything_once() -> None:
+    """Every distribution of this environment, every installed Debian package, the same text for the same content."""
+    import importlib.metadata
+
+    site = [path for path in sys.path if path.endswith("site-packages")]
+    components: list[dict[str, Any]] = [*finish.python_components(site), *finish.debian_components(STATUS)]
+    bill = finish.bill_of_materials(components, 1767225600)
+    assert bill == finish.bill_of_materials(components[::-1], 1767225600)
+    assert bill["metadata"]["timestamp"] == "2026-01-01T00:00:00Z"
+    named = {component["name"] for component in bill["components"]}
+    installed = {found.metadata["Name"] for found in importlib.metadata.distributions(path=site)}
+    assert named >= {re.sub(r"[-_.]+", "-", name).lower() for name in installed}
+    (library,) = [component for component in bill["components"] if component["purl"].startswith("pkg:deb/")]
+    assert library["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u1?arch=amd64"
+
+
+def test_an_environment_is_finished_the_same_way_twice(tmp_path: Path) -> None:
+    """Byte code that needs no source's time, one time for all files, and a list of what is there."""
+    trees = []
+    for name in ("a", "b"):
+        site = tmp_path / name / "lib" / "python3.11" / "site-packages"
+        site.mkdir(parents=True)
+        (site / "module.py").write_text("x = ['a', 1, (2, 3)]\n")
+        finish.finish(tmp_path / name, 1767225600)
+        files = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
+        # Byte code names its source: that is the one thing in which the two differ.
+        place = str(tmp_path / name).encode()
+        trees.append([(path.name, path.read_bytes().replace(place, b"_"), path.stat().st_mtime) for path in files])
+    assert trees[0] == trees[1]
+    assert {mtime for *_, mtime in trees[0]} == {1767225600.0}
+    (code,) = (tmp_path / "a").rglob("*.pyc")
+    assert code.read_bytes()[4:8] == (1).to_bytes(4, "little")  # by hash, unchecked
