@@ -1,5 +1,7 @@
 """Inside a build: compiles what was installed, lists it, and makes it the same for the same content.
 
+Files that let code run whenever Python starts (`.pth`) are taken away: nothing here needs them.
+
 Byte code goes by the source's hash, so that it is found with any timestamp and never looked for again: a read-only root
 could not keep it. The list (`sbom.json`, CycloneDX) names every Python distribution and every Debian package.
 """
@@ -74,6 +76,8 @@ def finish(folder: Path, timestamp: int) -> None:
     """Do all of it to an environment."""
     mode = PycInvalidationMode.UNCHECKED_HASH
     site = next(folder.glob("lib/python*/site-packages"))
+    for hook in site.glob("*.pth"):
+        hook.unlink()
     # Sources that no Python of this version can compile lie in some packages' tests.
     compileall.compile_dir(site, quiet=2, force=True, workers=1, invalidation_mode=mode)
     components: list[dict[str, Any]] = [

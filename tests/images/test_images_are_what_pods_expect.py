@@ -251,12 +251,14 @@ def test_an_environment_is_finished_the_same_way_twice(tmp_path: Path) -> None:
         site = tmp_path / name / "lib" / "python3.11" / "site-packages"
         site.mkdir(parents=True)
         (site / "module.py").write_text("x = ['a', 1, (2, 3)]\n")
+        (site / "hook.pth").write_text("import module\n")
         finish.finish(tmp_path / name, 1767225600)
         files = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
         # Byte code names its source: that is the one thing in which the two differ.
         place = str(tmp_path / name).encode()
         trees.append([(path.name, path.read_bytes().replace(place, b"_"), path.stat().st_mtime) for path in files])
     assert trees[0] == trees[1]
+    assert not list(tmp_path.rglob("*.pth"))
     assert {mtime for *_, mtime in trees[0]} == {1767225600.0}
     (code,) = (tmp_path / "a").rglob("*.pyc")
     assert code.read_bytes()[4:8] == (1).to_bytes(4, "little")  # by hash, unchecked
