@@ -17,6 +17,7 @@ if [ "${KUBECONFIG:-$ours}" = "$ours" ]; then
   if ! "$CLUSTER_SH" status; then
     [ -n "${KEEP:-}" ] || trap '"$CLUSTER_SH" down' EXIT
     "$CLUSTER_SH" up "${NODES:-2}"
+    export E2E_KEEP=1 # the release goes with the cluster
   else
     "$CLUSTER_SH" load
   fi
