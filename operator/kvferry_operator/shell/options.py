@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         default="127.0.0.1",
         help="address of that port; in a pod the pod's own, for probes come from the node",
     )
-    where = parser.add_mutually_exclusive_group(required=True)
+    where = parser.add_mutually_exclusive_group()
     where.add_argument("--namespaces", default="", help="namespaces whose services are served, separated by commas")
     where.add_argument("--all-namespaces", action="store_true", help="serve all namespaces")
     add("--log-level", choices=LEVELS, default="info", help="least level of log lines")
