@@ -111,9 +111,9 @@ need_go() {
   fi
 }
 
-absent() {
+absent() { # groups share programs: each is told once
   local program
-  for program in "$@"; do [ -x "$bin/$program" ] || echo "$program"; done
+  for program in "$@"; do [ -x "$bin/$program" ] || echo "$program"; done | awk '!seen[$0]++'
 }
 
 # Folders of other versions that nobody has used for two weeks.
