@@ -53,7 +53,10 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
-    """A draining decode pod gives its KV away."""
+    """A decode pod was asked to give its leg away: the last frame. The handle is of the prompt and ids emitted so far.
+
+    It may name fewer ids than were emitted, never more: the last one has no KV yet.
+    """
 
     handle: KVHandle
 

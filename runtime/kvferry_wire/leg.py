@@ -69,7 +69,11 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /internal/v1/abort``: idempotent; leaves a tombstone that stops a leg arriving later."""
+    """Names a leg. ``POST /internal/v1/abort``: idempotent; leaves a tombstone that stops a leg arriving later.
+
+    ``POST /internal/v1/handoff``: another pod will go on with it; its stream ends with ``Handoff``, or with ``Fail`` of
+    kind ``draining`` where it has no KV. Idempotent; 404 when it does not run there.
+    """
 
     internal_id: str
     attempt: int

@@ -41,7 +41,9 @@ class PodInfo(msgspec.Struct, frozen=True, kw_only=True):
     ports: PodPorts
     transfer_backends: dict[str, str]  # name -> "ok", or why not
     attention_backends: dict[str, str]
-    draining: bool
+    draining: bool  # takes nothing new; ends once nothing is left of these two
+    legs: int = 0
+    leases: int = 0  # at its engine's last heartbeat
     limits: Limits
 
 

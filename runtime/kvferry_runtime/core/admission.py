@@ -75,7 +75,8 @@ def handle_fault(submit: Submit, config: CoreConfig) -> str:
     """Why the leg's handle does not fit the leg: empty when it does; a label of ``transfer.reasons``."""
     handle = submit.handle
     if handle is None or (
-        handle.token_count == len(submit.prompt_ids) and handle.block_count == config.blocks_for(handle.token_count)
+        0 < handle.token_count <= len(submit.ferriable_ids())
+        and handle.block_count == config.blocks_for(handle.token_count)
     ):
         return ""
     return "handle"

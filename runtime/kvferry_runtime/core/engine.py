@@ -12,6 +12,7 @@ from typing import Any
 
 from kvferry_runtime.core.admission import Refusal, fault_of, handle_fault, no_room_for_lease, queue_full
 from kvferry_runtime.core.config import CoreConfig
+from kvferry_runtime.core.handoff import parcel_of
 from kvferry_runtime.core.integrity import IntegrityError
 from kvferry_runtime.core.kv_manager import KVManager
 from kvferry_runtime.core.leg import Choice, LiveLeg
@@ -23,6 +24,8 @@ from kvferry_runtime.core.messages import (
     EngineInput,
     FailOut,
     GrantLease,
+    HandedOver,
+    HandOver,
     HoldLease,
     LeaseEnded,
     LegKey,
@@ -59,12 +62,14 @@ class EngineCore:
         self._planned: list[Sequence] = []
         self._reserved = 0
         self._draining = False
+        self._leaving: set[LegKey] = set()  # legs to be handed over as soon as no transfer works for them
         self._next_deadline = math.inf
         self._handlers: dict[type[Any], Callable[[Any, float], list[EngineEffect]]] = {
             Submit: self._submit,
             AbortLeg: self._abort,
             StopChoice: self._stop_choice,
             Drain: self._drain,
+            HandOver: self._hand_over,
             PullFinished: self._pull_finished,
             LeaseEnded: self._lease_ended,
         }
@@ -90,7 +95,9 @@ class EngineCore:
     def schedule(self, now: float) -> tuple[StepPlan | None, list[EngineEffect]]:
         """The next step, ``None`` when there is nothing to compute now, and pulls that can start."""
         self._between_steps("schedule")
+        left = [effect for key in tuple(self._leaving) for effect in self._try_hand_over(self._legs[key])]
         rows, planned, effects = self._scheduler.schedule(now)
+        effects = left + effects
         for leg in self._scheduler.take_helpless():
             effects += self._not_ferried(leg, NO_ROOM)
         if not rows:
@@ -306,6 +313,34 @@ class EngineCore:
         self._draining = True
         return []
 
+    def _hand_over(self, event: HandOver, now: float) -> list[EngineEffect]:
+        leg = self._legs.get(event.key)
+        if leg is None or leg.submit.kind != "generate":
+            return []
+        self._leaving.add(leg.key)
+        return self._try_hand_over(leg)
+
+    def _try_hand_over(self, leg: LiveLeg) -> list[EngineEffect]:
+        """End a leg that leaves: with a lease on its KV, or to be computed anew. Nothing yet while its KV is pulled."""
+        if any(sequence.state in _HOLDS_LEASE for sequence in leg.sequences):
+            return []  # whoever went on would find the lease of its prompt given up
+        parcel = parcel_of(leg, self.config.block_size)
+        if parcel is None:
+            if leg.submit.must_pull:
+                return []  # it has to be computed somewhere, and the lease of its prompt is gone: so here
+            return self._fail(leg, "draining", "this engine is being drained and gives the request back")
+        lease_id = next(self._lease_ids)
+        self._kv.hand_over(parcel.blocks, lease_id)
+        grant = GrantLease(
+            key=leg.key,
+            lease_id=lease_id,
+            epoch=self.config.epoch,
+            prompt_digest=prompt_digest(self.config.kv_key, parcel.ids, leg.submit.extras),
+            blocks=(parcel.blocks,),
+            token_count=len(parcel.ids),
+        )
+        return [*self._remove(leg, "moved"), grant, HandedOver(key=leg.key)]
+
     def _pull_finished(self, event: PullFinished, now: float) -> list[EngineEffect]:
         if not self._kv.end_pull(event.key):
             return []
@@ -319,7 +354,8 @@ class EngineCore:
             if leg.submit.must_pull:
                 return self._not_ferried(leg, event.reason)
         else:
-            self._scheduler.pulled(sequence, leg.prompt_len)
+            assert leg.submit.handle is not None
+            self._scheduler.pulled(sequence, leg.submit.handle.token_count)
         return []
 
     def _lease_ended(self, event: LeaseEnded, now: float) -> list[EngineEffect]:
@@ -395,6 +431,7 @@ class EngineCore:
         self._reserved -= leg.reserved
         leg.reserved = 0
         del self._legs[leg.key]
+        self._leaving.discard(leg.key)
         return [DropLease(key=leg.key, reason=reason)] if holds_lease else []
 
     # ---- order of calls ----

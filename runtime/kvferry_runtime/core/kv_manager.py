@@ -25,6 +25,7 @@ class KVManager:
         self.cache = PrefixCache(config.limits.state_buffer)
         self.pool = BlockPool(config.blocks, self.cache.remove)
         self.leases: dict[int, tuple[int, ...]] = {}
+        self._handed: set[int] = set()  # of them, those on the KV of legs that left: they take no block that is new
         self.pulls: dict[LegKey, tuple[int, ...]] = {}
         self._copies: dict[int, int] = {}  # target -> source; each holds a reference on its source
 
@@ -42,9 +43,9 @@ class KVManager:
             (len(sequence.tokens) - 1) // size,
         )
 
-    def covers_prompt(self, sequence: Sequence, hits: Ordered[int]) -> bool:
-        """Whether there are hits and they leave at most one block of the prompt to compute."""
-        return bool(hits) and sequence.leg.prompt_len - len(hits) * self.config.block_size <= self.config.block_size
+    def covers(self, hits: Ordered[int], tokens: int) -> bool:
+        """Whether there are hits and they leave at most one block of so many leading tokens to compute."""
+        return bool(hits) and tokens - len(hits) * self.config.block_size <= self.config.block_size
 
     def can_admit(self, sequence: Sequence, hits: Ordered[int], spare: int) -> bool:
         """Whether the whole sequence fits, with `spare` blocks left over. Hits that are idle stop being available."""
@@ -141,9 +142,16 @@ class KVManager:
         sequence.published = 0
         return blocks
 
+    def hand_over(self, blocks: tuple[int, ...], lease_id: int) -> None:
+        """Put a lease on blocks of a leg that leaves, before it drops its own references."""
+        self.pool.acquire(blocks)
+        self.leases[lease_id] = blocks
+        self._handed.add(lease_id)
+
     def end_lease(self, lease_id: int) -> bool:
         """Drop exactly the lease's references; ``False`` for a lease that is not known (or ended before)."""
         blocks = self.leases.pop(lease_id, None)
+        self._handed.discard(lease_id)
         if blocks is None:
             return False
         self.pool.release(reversed(blocks))
@@ -151,8 +159,8 @@ class KVManager:
 
     @property
     def leased(self) -> int:
-        """References that leases hold."""
-        return sum(len(blocks) for blocks in self.leases.values())
+        """References that count against the leases' share: those of prefill legs."""
+        return sum(len(blocks) for lease_id, blocks in self.leases.items() if lease_id not in self._handed)
 
     # ---- pulls ----
 

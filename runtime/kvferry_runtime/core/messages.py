@@ -40,6 +40,10 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     recompute: str = ""  # why a handle was dropped before this, for `TokensOut.recomputed`
     must_pull: bool = False  # a handle whose KV cannot be had ends the leg
 
+    def ferriable_ids(self) -> tuple[int, ...]:
+        """The ids that ferried KV may be of: with one choice also what it has emitted, but for the last one."""
+        return self.prompt_ids + self.emitted[0][:-1] if len(self.emitted) == 1 else self.prompt_ids
+
     def __repr__(self) -> str:
         return f"Submit({self.key}, {self.kind}, prompt={len(self.prompt_ids)}, n={len(self.emitted)})"
 
@@ -61,6 +65,16 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     """Take nothing new."""
 
 
+class HandOver(msgspec.Struct, frozen=True, kw_only=True, tag="hand_over"):
+    """Another engine will go on with this leg: end it, with its KV under a lease. Idempotent; unknown keys are ignored.
+
+    Exactly one of these follows: ``HandedOver``, ``FailOut`` of kind ``draining`` (it has no KV worth a transfer), or
+    the leg's own end.
+    """
+
+    key: LegKey
+
+
 # ---- in: from the transfer threads -------------------------------------------------------------------------------
 
 
@@ -80,8 +94,8 @@ class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="lease_ended"):
     why: Literal["released", "failed", "expired", "withdrawn"]
 
 
-ServerInput = Submit | AbortLeg | StopChoice | Drain
-EngineInput = Submit | AbortLeg | StopChoice | Drain | PullFinished | LeaseEnded
+ServerInput = Submit | AbortLeg | StopChoice | Drain | HandOver
+EngineInput = Submit | AbortLeg | StopChoice | Drain | HandOver | PullFinished | LeaseEnded
 
 
 # ---- out: to the API server --------------------------------------------------------------------------------------
@@ -113,6 +127,16 @@ class PrefilledOut(msgspec.Struct, frozen=True, kw_only=True, tag="prefilled"):
     handle: KVHandle | None = None
 
 
+class HandedOver(msgspec.Struct, frozen=True, kw_only=True, tag="handed_over"):
+    """The leg ended here and may go on elsewhere, with the KV of the handle. Nothing more comes out for it.
+
+    The core leaves ``handle`` empty, as that of ``PrefilledOut``.
+    """
+
+    key: LegKey
+    handle: KVHandle | None = None
+
+
 class FailOut(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
     """The leg ended without an answer."""
 
@@ -122,7 +146,7 @@ class FailOut(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
     reason: str = ""  # of kind `transfer`: a label of `transfer.reasons`
 
 
-EngineOutput = TokensOut | PrefilledOut | FailOut
+EngineOutput = TokensOut | PrefilledOut | HandedOver | FailOut
 
 
 # ---- out: to the transfer threads --------------------------------------------------------------------------------
@@ -131,7 +155,8 @@ EngineOutput = TokensOut | PrefilledOut | FailOut
 class GrantLease(msgspec.Struct, frozen=True, kw_only=True):
     """The core took one reference on each of these blocks for the lease, and drops them at ``LeaseEnded``.
 
-    Handed to the lease table before ``PrefilledOut`` leaves the process.
+    Handed to the lease table before ``PrefilledOut`` or ``HandedOver`` leaves the process. ``prompt_digest`` is over
+    the ids of all ``token_count`` positions.
     """
 
     key: LegKey

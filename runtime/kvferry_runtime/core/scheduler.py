@@ -193,7 +193,7 @@ class Scheduler:
         leg = sequence.leg
         handle = leg.submit.handle
         assert handle is not None
-        if self._kv.covers_prompt(sequence, self._kv.lookup(sequence)):
+        if self._kv.covers(self._kv.lookup(sequence), handle.token_count):
             self.go_local(sequence)
             step.effects.append(DropLease(key=leg.key, reason="cached"))
             return True

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry_runtime.core.messages import AbortLeg, Drain, FailOut, LegKey, StopChoice, Submit
+from kvferry_runtime.core.messages import AbortLeg, Drain, FailOut, HandOver, LegKey, StopChoice, Submit
 from kvferry_runtime.engine.child import EngineChild, EngineGoneError
 from kvferry_runtime.engine.messages import (
     Batch,
@@ -76,6 +76,7 @@ class EngineClient:
         self.ticks = 0
         self.starts = 0
         self.draining = False
+        self._said = asyncio.Event()  # set at each heartbeat
 
     # ---- life
 
@@ -150,8 +151,15 @@ class EngineClient:
         """A stop string ended this choice."""
         self._try_send(StopChoice(key=key, choice=choice))
 
+    def hand_over(self, key: LegKey) -> bool:
+        """Another pod will go on with this leg; false when it does not run here."""
+        if key not in self._streams:
+            return False
+        self._try_send(HandOver(key=key))
+        return True
+
     def answered(self, lease_id: int, *, delivered: bool) -> None:
-        """A prefill answer was written, or could not be."""
+        """An answer that names a lease was written, or could not be."""
         self._try_send(PrefillAnswered(lease_id=lease_id, delivered=delivered))
 
     def running(self) -> int:
@@ -183,17 +191,36 @@ class EngineClient:
         self._try_send(Drain())
 
     async def stop_legs(self, grace_s: float, flush_s: float) -> None:
-        """Take nothing new, let running legs end by themselves for a while, then end them with ``draining``.
+        """Take nothing new; wait until no leg runs and no lease is held; then end what is left with ``draining``.
 
         Args:
-            grace_s: seconds for the legs to end well.
+            grace_s: seconds for the legs to end well or to move, and for their leases to be read.
             flush_s: seconds for the callers to take the error of those that did not.
         """
         self.drain()
-        await self._streams.wait_empty(grace_s)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._settled()
+        except TimeoutError:
+            leases = 0 if self.load is None else self.load.leases
+            _log.warning(
+                "the grace to drain is over", extra=logs.fields(grace_s=grace_s, legs=self.running(), leases=leases)
+            )
         if failed := self._streams.fail_all("This pod is stopping.", "draining"):
             _log.warning("stopping with legs that run: they fail", extra=logs.fields(legs=failed))
             await self._streams.wait_empty(flush_s)
+
+    async def _settled(self) -> None:
+        """Wait until no leg runs, here or in the engine, and no lease is held. An engine that is gone holds nothing."""
+        while True:
+            await self._streams.wait_empty(None)
+            if self.state is not EngineState.RUNNING:
+                return
+            self._said.clear()  # what it says next is younger than the end of the last leg
+            await self._said.wait()
+            load = self.load
+            if load is not None and not (self._streams or load.running or load.waiting or load.leases):
+                return
 
     def reset_prefix_cache(self) -> None:
         """Unpublish all cached blocks."""
@@ -281,6 +308,7 @@ class EngineClient:
                         self._try_send(AbortLeg(key=output.key))
             case Heartbeat():
                 self.ticks, self.load, self.stats = message.ticks, message.load, message.stats
+                self._said.set()
             case SnapshotReply():
                 future = self._snapshots.get(message.number)
                 if future is not None and not future.done():
@@ -332,6 +360,7 @@ class EngineClient:
     async def _end_life(self, state: EngineState) -> None:
         self.state = state
         self._ready.clear()
+        self._said.set()
         self._silence_s = 0.0
         self._streams.fail_all("The engine failed.")
         for future in self._snapshots.values():

@@ -8,7 +8,7 @@ in the environment or in a file of ours.
 
 import msgspec
 
-from kvferry_runtime.core.messages import AbortLeg, Drain, FailOut, PrefilledOut, StopChoice, Submit, TokensOut
+from kvferry_runtime.core.messages import AbortLeg, Drain, EngineOutput, HandOver, StopChoice, Submit
 from kvferry_wire.keys import ServiceKeys
 from kvferry_wire.layout import LayoutDescriptor
 from kvferry_wire.limits import DEFAULT_LIMITS, Limits
@@ -53,7 +53,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_r
 
 
 class PrefillAnswered(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_answered"):
-    """The prefill answer that names this lease was written, or could not be."""
+    """The answer (`Prefilled` or `Handoff`) that names this lease was written, or could not be."""
 
     lease_id: int
     delivered: bool
@@ -67,7 +67,9 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """End in order."""
 
 
-Downward = Submit | AbortLeg | StopChoice | Drain | SnapshotRequest | PrefillAnswered | ResetPrefixCache | Stop
+Downward = (
+    Submit | AbortLeg | StopChoice | Drain | HandOver | SnapshotRequest | PrefillAnswered | ResetPrefixCache | Stop
+)
 
 
 # ---- up ----------------------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     """All outputs of one turn of the loop, in order."""
 
     ticks: int
-    outputs: tuple[TokensOut | PrefilledOut | FailOut, ...]
+    outputs: tuple[EngineOutput, ...]
 
 
 class SnapshotReply(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):

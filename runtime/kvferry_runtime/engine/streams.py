@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from kvferry_runtime.core.messages import EngineOutput, FailOut, LegKey, PrefilledOut, TokensOut
+from kvferry_runtime.core.messages import EngineOutput, FailOut, HandedOver, LegKey, PrefilledOut
 from kvferry_wire.frames import FailKind
 
 
@@ -77,8 +77,8 @@ class LegStreams:
         if not self._streams:
             self._empty.set()
 
-    async def wait_empty(self, within_s: float) -> bool:
-        """Wait until no leg runs; false when some still do after ``within_s`` seconds."""
+    async def wait_empty(self, within_s: float | None) -> bool:
+        """Wait until no leg runs; false when some still do after ``within_s`` seconds (``None``: for ever)."""
         try:
             async with asyncio.timeout(within_s):
                 await self._empty.wait()
@@ -116,7 +116,7 @@ class Undelivered:
         self.overflow = overflow
 
 
-def _lease_of(output: TokensOut | PrefilledOut | FailOut) -> int | None:
-    if isinstance(output, PrefilledOut) and output.handle is not None:
+def _lease_of(output: EngineOutput) -> int | None:
+    if isinstance(output, (PrefilledOut, HandedOver)) and output.handle is not None:
         return output.handle.lease_id
     return None

@@ -9,10 +9,13 @@ import msgspec
 from kvferry_runtime.core.engine import EngineCore
 from kvferry_runtime.core.messages import (
     AbortLeg,
+    Drain,
     DropLease,
     EngineEffect,
+    EngineOutput,
     FailOut,
     GrantLease,
+    HandedOver,
     HoldLease,
     LeaseEnded,
     LegKey,
@@ -41,6 +44,7 @@ from kvferry_runtime.transfer.config import TransferState
 from kvferry_service import logs
 from kvferry_wire import state
 from kvferry_wire.handle import KVHandle
+from kvferry_wire.state import Load
 
 _TICK_S = 0.25  # an idle loop turns at least this often
 
@@ -105,10 +109,12 @@ class EngineLoop:
         self._step_seconds = 0.0
         self._kv_events = 0
         self._heartbeat_at = -HEARTBEAT_S
+        self._draining = False
+        self._told: Load | None = None  # by the last heartbeat
         self._was_idle = True
-        self._outputs: list[TokensOut | PrefilledOut | FailOut] = []
-        self._handles: dict[LegKey, KVHandle] = {}  # of grants whose PrefilledOut follows in the same effects
-        self._leases: dict[LegKey, int] = {}  # live ones, by the prefill leg that they were granted to
+        self._outputs: list[EngineOutput] = []
+        self._handles: dict[LegKey, KVHandle] = {}  # of grants whose output follows in the same effects
+        self._leases: dict[LegKey, int] = {}  # live ones, by the leg that they were granted to
         self._leased_to: dict[int, LegKey] = {}
 
     def stop(self) -> None:
@@ -163,6 +169,9 @@ class EngineLoop:
                 self._core.reset_prefix_cache()
             case Stop():
                 self._stopping = True
+            case Drain():
+                self._draining = True
+                self._route(self._core.handle(message, self._clock()))
             case Submit():
                 self._route(self._core.handle(self._checked(message), self._clock()))
             case AbortLeg():
@@ -197,7 +206,7 @@ class EngineLoop:
             match effect:
                 case TokensOut() | FailOut():
                     self._outputs.append(effect)
-                case PrefilledOut():
+                case PrefilledOut() | HandedOver():
                     handle = self._handles.pop(effect.key, None)
                     self._outputs.append(msgspec.structs.replace(effect, handle=handle))
                 case GrantLease():
@@ -234,12 +243,13 @@ class EngineLoop:
             self._publisher.send(messages)
 
     def _beat(self) -> None:
-        now = self._clock()
-        if now - self._heartbeat_at >= HEARTBEAT_S:
-            self._heartbeat_at = now
+        """A server that waits for the end of a drain hears of each change at once."""
+        now, load = self._clock(), self._core.load()
+        if now - self._heartbeat_at >= HEARTBEAT_S or (self._draining and load != self._told):
+            self._heartbeat_at, self._told = now, load
             if self._transfer is not None:
                 self._transfer.check_alive()
-            self._link.send(Heartbeat(ticks=self._ticks, load=self._core.load(), stats=self._stats()))
+            self._link.send(Heartbeat(ticks=self._ticks, load=load, stats=self._stats()))
 
     def _check_when_idle(self) -> None:
         idle = self._core.idle()

@@ -32,9 +32,11 @@ from kvferry_text.bundle import TextTools, load_text
 from kvferry_text.errors import ApiError
 from kvferry_wire.keys import ServiceKeys
 
-_GRACE_S = 10.0  # from the parent's death, or from SIGTERM, to the hard end
-_LEGS_S = 2.0  # at a stop, for running answers to end by themselves
+_GRACE_S = 10.0  # from the parent's death to the hard end
+_ORPHAN_S = 2.0  # without a parent nobody is left whom a drain could help
 _FLUSH_S = 1.0  # and then for the others' error to be written
+
+_ORPHANED = "the parent is gone"
 
 _log = logs.get_logger(__name__)
 
@@ -51,7 +53,7 @@ async def serve(config: ServerConfig, stop: StopSignal) -> int:
     if keys is not None:
         logs.redact(secret_strings(keys))
     listener = listen(config.host, config.port)
-    die_with_parent(config.parent_fd, lambda: stop.set_threadsafe("the parent is gone"), grace_s=_GRACE_S)
+    die_with_parent(config.parent_fd, lambda: stop.set_threadsafe(_ORPHANED), grace_s=_GRACE_S)
     server = _Server(config, folder, text, keys, listener.getsockname()[1])
     http = HttpServer(server.app, config.limits, internal=keys is not None)
     await http.start(listener)
@@ -59,7 +61,8 @@ async def serve(config: ServerConfig, stop: StopSignal) -> int:
         return await server.run(stop)
     finally:
         # Answers that run are told why they end before their connections close.
-        await server.pod.engine.stop_legs(_LEGS_S, _FLUSH_S)
+        grace_s = _ORPHAN_S if stop.why == _ORPHANED else config.drain_s
+        await server.pod.engine.stop_legs(grace_s, _FLUSH_S)
         await http.close()
         await server.close()
 

@@ -59,6 +59,7 @@ class ServerConfig:
     ready_file: Path | None
     log_json: bool | None
     log_level: str
+    drain_s: float
     limits: Limits
 
 
@@ -85,6 +86,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--no-prefix-caching", None, False, "compute every prompt anew"),
     Flag("--lease", seconds(0.1, 3600), DEFAULT_LIMITS.lease_s, "seconds that prefilled KV is kept without a renewal"),
     Flag("--request-deadline", seconds(1, 86400), DEFAULT_LIMITS.request_deadline_s, "seconds a request may take"),
+    Flag("--drain", seconds(0, 3600), 8.0, "seconds from SIGTERM for running legs to end or to move, and for leases"),
     Flag("--parent-fd", number(0, 2**20), None, "descriptor that ends when the parent dies"),
     Flag("--ready-file", path(), None, "JSON with ports and pids, written when the pod is ready"),
     Flag("--log-format", choice("auto", "json", "text"), "auto", "auto: text on a terminal, else JSON lines"),
@@ -143,6 +145,7 @@ def parse(argv: list[str], env: dict[str, str] | None = None) -> ServerConfig:
         ready_file=values["ready_file"],
         log_json={"auto": None, "json": True, "text": False}[values["log_format"]],
         log_level=values["log_level"].upper(),
+        drain_s=values["drain"],
         limits=limits,
     )
 

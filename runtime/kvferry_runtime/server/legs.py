@@ -1,15 +1,15 @@
 """Legs in the API server: a ``Leg`` goes to the engine, its outputs come back as frames.
 
 A leg is an async iterator of frame groups; a group is what may be written at once. Closing the iterator before its
-end (the caller's connection broke) aborts the leg in the engine. After the group that holds ``Prefilled`` the caller
-asks for the next one when, and only when, the group was written: that starts the lease.
+end (the caller's connection broke) aborts the leg in the engine. After the group that holds ``Prefilled`` or
+``Handoff`` the caller asks for the next one when, and only when, the group was written: that starts the lease.
 """
 
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from kvferry_runtime.core.messages import EngineOutput, FailOut, LegKey, PrefilledOut, Submit, TokensOut
+from kvferry_runtime.core.messages import EngineOutput, FailOut, HandedOver, LegKey, PrefilledOut, Submit, TokensOut
 from kvferry_runtime.core.tombstones import Tombstones
 from kvferry_runtime.engine.child import EngineGoneError
 from kvferry_runtime.engine.client import EngineClient
@@ -19,7 +19,7 @@ from kvferry_runtime.server.metrics import LegClock, PodMetrics
 from kvferry_service import logs
 from kvferry_text.answer import AnswerWriter, Written
 from kvferry_text.bundle import TextTools
-from kvferry_wire.frames import Alive, Begun, End, Fail, Frame, Prefilled, Tokens
+from kvferry_wire.frames import Alive, Begun, End, Fail, Frame, Handoff, Prefilled, Tokens
 from kvferry_wire.leg import AbortRequest, Leg
 from kvferry_wire.limits import Limits
 
@@ -47,6 +47,13 @@ class Legs:
         key = LegKey(request.internal_id, request.attempt)
         self._tombstones.add(key, self._now())
         self._engine.cancel(key)
+
+    def hand_over(self, request: AbortRequest) -> bool:
+        """Another pod will go on with this leg: its stream ends with ``Handoff``, or ``Fail`` if it has no KV.
+
+        Idempotent. False when it does not run here (any more).
+        """
+        return self._engine.hand_over(LegKey(request.internal_id, request.attempt))
 
     async def prefill(self, leg: Leg) -> AsyncGenerator[FrameGroup]:
         """The frames of a prefill leg: ``Alive``, then ``Prefilled`` or ``Fail``."""
@@ -103,6 +110,7 @@ class Legs:
             return
         answer = _Answer(leg, writer, self._engine, opened.key)
         ended = told = False
+        undelivered: int | None = None
         try:
             if opening := answer.opening():
                 yield opening
@@ -118,6 +126,18 @@ class Legs:
                         fail = Fail(kind=each.kind, message=each.message, param=each.reason or None)
                         yield [*group, self._failed(fail)]
                         return
+                    if isinstance(each, HandedOver):
+                        ended = True
+                        if each.handle is None:
+                            yield [*group, self._failed(Fail(kind="draining", message="This pod has no KV to give."))]
+                            return
+                        undelivered = each.handle.lease_id
+                        yield [*group, Handoff(handle=each.handle)]
+                        self._engine.answered(undelivered, delivered=True)
+                        undelivered, told = None, True
+                        self._done(clock, leg, ("moved",), answer.cached, answer.recomputed)
+                        self._metrics.moved()
+                        return
                     if isinstance(each, TokensOut):
                         self._count(clock, leg, each)
                         group += answer.take(each)
@@ -128,6 +148,8 @@ class Legs:
                 if group:
                     yield group
         finally:
+            if undelivered is not None:
+                self._engine.answered(undelivered, delivered=False)
             if not told:
                 self._abandoned(clock, leg)
             self._engine.finish(opened.key, abort=not ended)

@@ -66,6 +66,7 @@ class PodMetrics:
         self._recomputed = counter(
             reg, "kv_recomputed", "Legs that came with a handle and computed their prompt here, by reason.", ("reason",)
         )
+        self._moved = counter(reg, "legs_moved", "Running legs that left with their KV under a lease.")
         self._reasons = BoundedLabel(_REASONS)
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(reason)
@@ -107,6 +108,10 @@ class PodMetrics:
         self._latency.observe(now - clock.started)
         if clock.first is not None and clock.last is not None and clock.tokens > 1:
             self._per_token.observe((clock.last - clock.first) / (clock.tokens - 1))
+
+    def moved(self) -> None:
+        """A leg ended with ``Handoff``."""
+        self._moved.inc()
 
     def abandoned(self) -> None:
         """A leg's connection ended before its answer did."""

@@ -72,5 +72,7 @@ class Pod:
             transfer_backends=ready.transfer_backends,
             attention_backends=ready.attention_backends,
             draining=self.engine.draining,
+            legs=self.engine.running(),
+            leases=0 if self.engine.load is None else self.engine.load.leases,
             limits=config.limits,
         )

@@ -32,6 +32,7 @@ def add_internal_routes(app: web.Application, pod: Pod) -> None:
     app.router.add_post("/internal/v1/prefill", routes.prefill)
     app.router.add_post("/internal/v1/generate", routes.generate)
     app.router.add_post("/internal/v1/abort", routes.abort)
+    app.router.add_post("/internal/v1/handoff", routes.handoff)
     app.router.add_post("/internal/v1/drain", routes.drain)
     app.router.add_post("/internal/v1/reset_prefix_cache", routes.reset_prefix_cache)
     app.router.add_get("/internal/v1/info", routes.info)
@@ -52,12 +53,12 @@ class _InternalRoutes:
         return await self._stream(request, leg, self._legs().generate(leg))
 
     async def abort(self, request: web.Request) -> web.Response:
-        body = await read_body(request, self._pod.config.limits)
-        try:
-            abort = _decode_abort(body)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise HttpError(400, f"Not an abort request: {error}") from None
-        self._legs().abort(abort)
+        self._legs().abort(await self._name(request, "an abort request"))
+        return web.Response(status=204)
+
+    async def handoff(self, request: web.Request) -> web.Response:
+        if not self._legs().hand_over(await self._name(request, "a hand-off request")):
+            raise HttpError(404, "No such leg runs here.", code="leg_not_found")
         return web.Response(status=204)
 
     async def drain(self, _: web.Request) -> web.Response:
@@ -85,6 +86,13 @@ class _InternalRoutes:
         return web.Response(body=wire_pod.encode(self._pod.text.bundle), content_type=MSGPACK_TYPE)
 
     # ---- legs
+
+    async def _name(self, request: web.Request, what: str) -> AbortRequest:
+        body = await read_body(request, self._pod.config.limits)
+        try:
+            return _decode_abort(body)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise HttpError(400, f"Not {what}: {error}") from None
 
     async def _leg(self, request: web.Request) -> Leg:
         body = await read_body(request, self._pod.config.limits)

@@ -36,11 +36,11 @@ def handle_fault(
         return HandleFault(RecomputeReason.MAC, "mac")
     if handle.incarnation == incarnation:
         return HandleFault(RecomputeReason.OWN_HANDLE, f"incarnation: {incarnation.hex()} is this engine")
-    if handle.token_count != len(submit.prompt_ids):
-        return HandleFault(
-            RecomputeReason.HANDLE, f"token_count: {handle.token_count}; the prompt has {len(submit.prompt_ids)}"
-        )
-    if not hmac.compare_digest(handle.prompt_digest, prompt_digest(kv_key, submit.prompt_ids, submit.extras)):
+    ids = submit.ferriable_ids()
+    if not 0 < handle.token_count <= len(ids):
+        return HandleFault(RecomputeReason.HANDLE, f"token_count: {handle.token_count}; 1 to {len(ids)} fit")
+    digest = prompt_digest(kv_key, ids[: handle.token_count], submit.extras)
+    if not hmac.compare_digest(handle.prompt_digest, digest):
         return HandleFault(RecomputeReason.DIGEST, "prompt_digest")
     if handle.compat_hash != compat_hash:
         return HandleFault(RecomputeReason.MISMATCH, f"compat_hash: {handle.compat_hash}; ours is {compat_hash}")

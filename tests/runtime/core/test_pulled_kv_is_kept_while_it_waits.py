@@ -140,7 +140,9 @@ def test_a_handle_dropped_by_the_shell_is_told_too() -> None:
     assert [out.recomputed for out in driver.effects if isinstance(out, TokensOut)] == ["digest", "", ""]
 
 
-@pytest.mark.parametrize("wrong", [{"token_count": 5}, {"block_count": 3}, {"block_count": 1}, {"block_count": 10**9}])
+@pytest.mark.parametrize(
+    "wrong", [{"token_count": 0}, {"token_count": 7}, {"block_count": 3}, {"block_count": 1}, {"block_count": 10**9}]
+)
 def test_a_handle_that_contradicts_the_leg_is_dropped_and_computed(wrong: dict[str, int]) -> None:
     """Counts that do not fit the prompt: hold, drop, recompute; never a pull (B073)."""
     driver = make_driver()
