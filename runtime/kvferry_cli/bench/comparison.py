@@ -98,7 +98,8 @@ def measure(asked: Asked, tell: Tell) -> Measured:
         run = _Run(asked, folder, tell)
         asyncio.run(run.all_rounds())
         after = os.getloadavg()[0]
-        answers = judge_answers(asked, run.rounds, next(iter(run.setups.values())).dtype, tell)
+        with _signals_raise():
+            answers = judge_answers(asked, run.rounds, next(iter(run.setups.values())).dtype, tell)
     except AnswerError as error:
         raise UserError(f"no figures: {error}; logs are in {folder}") from None
     except UserError as error:
@@ -289,6 +290,21 @@ def _signals_cancel_this_task() -> Iterator[None]:
     finally:
         for number in ENDING_SIGNALS:
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise ``UserError`` while no event loop answers them."""
+
+    def end(number: int, _: object) -> None:
+        raise UserError(f"ended by {signal.Signals(number).name}", ExitCode.INTERRUPTED)
+
+    before = {number: signal.signal(number, end) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------

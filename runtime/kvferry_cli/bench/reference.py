@@ -1,7 +1,8 @@
 """Judges answers by one monolithic pass: the same weights, one sequence, nothing ferried, cached or batched.
 
-An answer is text, so that the reference walks along it: at each position it takes the token that it would pick, or one
-within the margin of it, whose text goes on as the answer does. Where no such token is left, the answer is wrong.
+An answer is text. Its tokens are guessed by the tokenizer and judged in one pass; from the first one on that the
+reference would not pick, it walks along the text: at each position it takes the token that it would pick, or one within
+the margin of it, whose text goes on as the answer does. Where no such token is left, the answer is wrong.
 """
 
 from typing import TYPE_CHECKING
@@ -56,9 +57,29 @@ class Reference:
 
     def why_wrong(self, trace: Trace) -> str:
         """Empty for a right answer, also for a right beginning of one that was cut; else what is wrong."""
+        guessed = self._guessed(trace)
+        wrong = self._walk(trace, guessed)
+        return self._walk(trace, ()) if wrong and guessed else wrong
+
+    def _guessed(self, trace: Trace) -> tuple[int, ...]:
+        """The tokens that the answer's text has by itself, up to the first one that is no pick of the reference."""
+        prompt = trace.request.prompt_ids
+        ids = self._tokenizer.encode(trace.text, special=False, add_bos=False)[: trace.request.answer_tokens]
+        if not ids:
+            return ()
+        scores = self._scores([*prompt, *ids[:-1]], first=len(prompt) - 1)
+        best = scores.max(dim=-1).values
+        good = 0
+        while good < len(ids) and float(best[good] - scores[good][ids[good]]) <= self._margin:
+            good += 1
+        found = tuple(ids[:good])
+        return found if self._fits(trace, found) else ()
+
+    def _walk(self, trace: Trace, begun: tuple[int, ...]) -> str:
+        """Why no picks of the reference explain the answer from these on; empty when some do."""
         prompt = trace.request.prompt_ids
         tokens = trace.request.answer_tokens
-        open_branches = [_Branch(())]
+        open_branches = [_Branch(begun)]
         furthest = 0
         for _ in range(MAX_STEPS * tokens + 1):
             if not open_branches:
@@ -90,7 +111,7 @@ class Reference:
 
     def _candidates(self, ids: list[int]) -> list[int]:
         """Tokens within the margin of the best one after these ids, best first."""
-        scores = self._scores(ids)
+        scores = self._scores(ids, first=len(ids) - 1)[0]
         best = scores.topk(min(MAX_CANDIDATES, len(scores)))
         return [
             int(token)
@@ -98,22 +119,24 @@ class Reference:
             if float(best.values[0] - score) <= self._margin
         ]
 
-    def _scores(self, ids: list[int]) -> "Tensor":
-        """Scores of the next token. What the memory holds of these ids is not computed again."""
+    def _scores(self, ids: list[int], *, first: int) -> "Tensor":
+        """Scores after each position from ``first`` on. What the memory holds of earlier ids is not computed again."""
         import torch
 
         from kvferry_runtime.attention.backend import AttentionBatch
 
         known = 0
-        while known < min(len(self._ids), len(ids) - 1) and self._ids[known] == ids[known]:
+        while known < min(len(self._ids), first) and self._ids[known] == ids[known]:
             known += 1
         table = list(range(1, self._blocks + 1))
+        kept: list[Tensor] = []
         with torch.inference_mode():
             while known < len(ids):
                 end = min(known + CHUNK, len(ids))
                 batch = AttentionBatch.build([end - known], [end], [table], BLOCK)
                 positions = torch.arange(known, end)
                 hidden = self._model.forward(torch.tensor(ids[known:end]), positions, self._memory, batch)
+                kept.append(hidden[max(0, first - known) :])
                 known = end
             self._ids = list(ids)
-            return self._model.logits(hidden[-1:])[0]
+            return self._model.logits(torch.cat(kept))

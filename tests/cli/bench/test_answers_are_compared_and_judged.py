@@ -1,16 +1,22 @@
 """Both sides' answers must be the same; what differs is judged token by token, and a few that do not as well."""
 
+import os
+import signal
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvferry_cli.bench import comparison
 from kvferry_cli.bench.answers import compare_answers
 from kvferry_cli.bench.client import AnswerError
 from kvferry_cli.bench.comparison import Asked, judge_answers
 from kvferry_cli.bench.load import Request
 from kvferry_cli.bench.records import Round, Trace
 from kvferry_cli.bench.reference import Reference
+from kvferry_cli.errors import ExitCode, UserError
 from kvferry_runtime.model.text_toy import toy_text
 from kvferry_runtime.model.toy_oracle import toy_next_tokens
 from kvferry_runtime.model.toy_spec import ToySpec
@@ -112,6 +118,36 @@ def test_one_wrong_answer_and_there_are_no_figures() -> None:
     rounds = rounds_of(toy_trace(), wrong)
     with pytest.raises(AnswerError, match=r"2 answers are wrong: \w+, wrong: no pick of the reference"):
         judge_answers(asked(judged=8), rounds, "int64", lambda line: None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_answers_are_judged_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As an interrupted command, and the folder with its keys goes."""
+
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), number)
+
+    class NoRun:
+        def __init__(self, *_: object) -> None:
+            self.rounds, self.setups, self.pinning = [], {"aggregated": Dtype()}, ""
+
+        async def all_rounds(self) -> None:
+            pass
+
+    class Dtype:
+        dtype = "int64"
+
+    monkeypatch.setattr(comparison, "_Run", NoRun)
+    monkeypatch.setattr(comparison, "judge_answers", interrupted)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(number)
+    with pytest.raises(UserError, match=f"ended by {number.name}") as raised:
+        comparison.measure(asked(judged=1), lambda line: None)
+    assert raised.value.code is ExitCode.INTERRUPTED
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(number) == before
 
 
 def test_right_answers_are_counted() -> None:
