@@ -72,15 +72,19 @@ class Answer:
 
     def prefilled(self, frame: Prefilled) -> bool:
         """Take prefill's tokens; false when they cannot be any of this answer."""
+        again = self.given.tokens > 0
         if not self.given.first(frame.first):
             return False
-        self.prompt_is_there(frame.cached_tokens, "")
+        if not again:
+            self.cached_tokens = frame.cached_tokens
+        self.recompute = ""  # of an earlier prefill leg; the KV is there now
         return True
 
     def prompt_is_there(self, cached_tokens: int, recomputed: str) -> None:
         """The answer's usage is that of the leg that began it."""
-        if not self.begun:
+        if not self.given.tokens:
             self.cached_tokens = cached_tokens
+        if not self.begun:
             self._recomputed = recomputed
 
     def alive(self, out: list[Effect]) -> bool:

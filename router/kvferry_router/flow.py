@@ -20,8 +20,8 @@ Rules:
 - A leg whose pod said that it failed, or refused it, is over there and is not aborted.
 - A handle that was received and led to no answer is withdrawn: the prefill leg is aborted by name after its end.
 
-`Handoff`, the KV of a draining decode pod, is where a leg will end as `Prefilled` ends one: ``_decode_frame`` has the
-place for it. Until then no pod sends it.
+- A leg that was asked to leave its pod ends in `Handoff`, as prefill's does in `Prefilled`: another pod goes on with
+  its KV, or without it. That is no loss.
 """
 
 import msgspec
@@ -152,6 +152,17 @@ class RequestFlow:
         """Bookings that were not released yet."""
         return self._holds.booked()
 
+    def movable(self) -> tuple[int, str] | None:
+        """The decode leg that another pod could go on from: its attempt and pod."""
+        leg = self._attempts.open
+        if leg is None or leg.kind != "decode" or self.state is State.ENDING or not self._answer.given.kept:
+            return None
+        return leg.number, leg.pod
+
+    def asked_to_move(self) -> None:
+        """The movable leg is being asked to leave its pod: from now on it may."""
+        self._attempts.the_open.asked_to_move = True
+
     # ---- start and choice of pods ------------------------------------------------------------------------------
 
     def _start(self, event: Start, now: float, out: list[Effect]) -> None:
@@ -200,7 +211,7 @@ class RequestFlow:
         if event.pod is not None:
             self._begin_on(event.prefill, event.pod, now, out)
             return
-        again_at = self._losses.pause(now) if self._patient() else None
+        again_at = self._losses.pause(now, self._losses.worth_waiting_until(now, patient=self._patient()))
         if again_at is None:
             self._give_up("no_pod", self._losses.error, now, out)
         else:
@@ -249,7 +260,7 @@ class RequestFlow:
             cached_tokens=answer.cached_tokens,
             recompute=answer.recompute if decode else "",
             handle=handle,
-            must_pull=handle is not None and self._policy != "recompute" and not answer.begun,
+            must_pull=self._policy != "recompute" and self._holds.must_ferry and decode and not answer.begun,
             format=msgspec.structs.replace(self._leg.format, role_sent=answer.sent),
             resumed=", ".join(self._losses.causes) if decode else "",
             compat_hash=self._compat_hash,
@@ -308,8 +319,19 @@ class RequestFlow:
                 self._end_frame(frame, now, out)
             case Fail():
                 self._fail_frame(frame, now, out)
+            case Handoff() if self._attempts.the_open.asked_to_move:
+                self._handed_over(frame, now, out)
             case Prefilled() | Handoff():
                 self._leg_failed("protocol", now, out)
+
+    def _handed_over(self, frame: Handoff, now: float, out: list[Effect]) -> None:
+        leg = self._attempts.the_open
+        self._attempts.finish(out)
+        self._losses.add("decode", leg.pod, "moved", taken=True, gained=leg.gained, now=now)
+        self._holds.release("decode", out)
+        self._holds.withdraw(out)  # of the prompt's own lease nothing is needed any more
+        self._holds.leased(leg.number, leg.pod, frame.handle, moved=True)
+        self._after_decode_failed("moved", now, out, lost=True)
 
     def _fail_frame(self, frame: Fail, now: float, out: list[Effect]) -> None:
         """The pod has ended the leg itself and told why."""

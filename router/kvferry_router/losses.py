@@ -46,6 +46,8 @@ class Losses:
         if taken and how in LOST:
             self._taken += 1
             self._barren = 0 if gained else self._barren + 1
+        if how == "moved":
+            self._taken += 1  # no fault of anybody's, but it has to come to an end
         if kind == "decode":
             self._since = now if self._since is None else self._since
             self._tries += 1
@@ -76,14 +78,15 @@ class Losses:
             return "no_pod"
         return None
 
-    def pause(self, now: float, until: float | None = None) -> float | None:
-        """No pod was left: when to look again, at any pod that did not break the protocol; ``None``: time is up.
+    def worth_waiting_until(self, now: float, *, patient: bool) -> float:
+        """For how long a decode pod is waited for. A full service is told as such at once, unless ``patient``."""
+        since = now if self._since is None else self._since
+        if patient:
+            return since + self._limits.resume_wait_s
+        return since if self.error is failures.BUSY else since + self._limits.capacity_wait_s
 
-        ``until``: for how long; else for as long as an answer is worth the wait.
-        """
-        if until is None:
-            assert self._since is not None
-            until = self._since + self._limits.resume_wait_s
+    def pause(self, now: float, until: float) -> float | None:
+        """No pod was left: when to look again, at any pod that did not break the protocol; ``None``: time is up."""
         if now >= until:
             return None
         pause = min(self._limits.resume_pause_s * (1 << self._pauses), self._limits.resume_longest_pause_s)

@@ -86,7 +86,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tenants: int = 1024
     inflight: int = 1536  # requests that one router works on; more wait in its queue
     queue_wait_s: float = 5.0  # a request that waited for so long in the router's queue is refused
-    capacity_wait_s: float = 0.75  # for a pod to come back, before a request is refused for want of any
+    capacity_wait_s: float = 0.75  # for a pod to come back, before a request with nothing to lose is refused
     prefill_share: float = 0.25  # of the request deadline: what one prefill leg may take before decode goes on alone
     prefill_attempts: int = 3  # prefill legs of one request, where a service asks for others to be tried
     pair_failures: int = 3  # transfers between two pods that fail in a row: the pair is left alone
@@ -106,6 +106,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     resume_ids_per_request: int = 500_000
     resumes_per_s: float = 64.0  # of one router; those beyond wait
     resume_burst: int = 512
+    moves: int = 64  # running legs that one router asks to leave draining pods, ten times a second at most
+    move_again_s: float = 1.0  # one that is still there is asked again
     end_grace_s: float = 0.25  # after `End`, for the leg's stream to close
     stop_grace_s: float = 5.0  # for answers under way when the router is told to stop; after it they fail
     client_stall_s: float = 30.0  # a client that takes no byte for so long has left

@@ -206,7 +206,7 @@ DECODE_FAULTS: dict[str, tuple[Event, int]] = {
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("fault", DECODE_FAULTS)
 def test_decode_that_fails_before_the_first_byte_is_tried_elsewhere(fault: str, stream: bool) -> None:
-    """Another decode pod, without the failed one; with none left an error that says whether to try again."""
+    """Another decode pod, without the failed one; with none left, for a moment, an error that says whether to retry."""
     event, status = DECODE_FAULTS[fault]
     flow = make_flow(stream=stream)
     effects = run(flow, Start(None, "d1"), event)
@@ -214,6 +214,10 @@ def test_decode_that_fails_before_the_first_byte_is_tried_elsewhere(fault: str, 
     assert need == NeedPod("decode", frozenset({"d1"}))
     assert effects.index(Release("decode", "d1")) < effects.index(need)
     effects += run(flow, PodChosen("decode", None))
+    assert (flow.state is State.DONE) == (status == 429)  # a full service is told as such at once
+    if flow.state is not State.DONE:
+        assert flow.next_wakeup() == 1.1
+        effects += run(flow, Tick(), PodChosen("decode", None), now=1.75)
     fail = one(FailAnswer, effects)
     assert (fail.failure.status, fail.in_band) == (status, False)
     assert (fail.failure.retry_after_s is not None) == (status in (429, 503))

@@ -8,24 +8,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry_runtime.model.toy_oracle import ToyOracle
-from kvferry_runtime.model.toy_spec import BYTE_TOKENS, ToySpec
+from kvferry_runtime.model.toy_spec import BYTE_TOKENS
 from kvferry_wire.leg import Sampling
+from tests.simulation.models import SPEC, TOY, Model
 from tests.simulation.picking import pick_token
 
-DONE = b"\x01[DONE]"  # before the finish reasons, at the end of a whole answer
+DONE = b"\x01[DONE]"  # before the ending, at the end of a whole answer
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one choice. ``ids`` go on to where the engine would stop; ``text`` ends before a stop string."""
+    """Of one choice. ``ids`` go on to where the engine would stop; ``text`` ends before a stop string.
+
+    ``tokens``: those that belong to the answer.
+    """
 
     ids: tuple[int, ...]
     text: str
     finish: str
+    tokens: int
 
 
-def oracle_answer(prompt: Sequence[int], sampling: Sampling, choice: int, spec: ToySpec, max_model_len: int) -> Answer:
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What follows ``[DONE]`` in the simulation's answers."""
+
+    finish: tuple[str, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    resumed: str
+
+    def encode(self) -> bytes:
+        counts = f"{self.prompt_tokens} {self.completion_tokens} {self.cached_tokens}"
+        return DONE + "\x02".join((" ".join(self.finish), counts, self.resumed)).encode()
+
+
+def read_ending(data: bytes) -> Ending:
+    finish, counts, resumed = data.decode().split("\x02")
+    prompt, completion, cached = (int(count) for count in counts.split())
+    return Ending(tuple(finish.split()), prompt, completion, cached, resumed)
+
+
+def oracle_answer(
+    prompt: Sequence[int], sampling: Sampling, choice: int, max_model_len: int, model: Model = TOY
+) -> Answer:
     """The one right answer of a choice."""
+    spec = SPEC
     oracle = ToyOracle(spec)
     for token in prompt:
         oracle.feed(token)
@@ -34,7 +63,7 @@ def oracle_answer(prompt: Sequence[int], sampling: Sampling, choice: int, spec: 
     finish = ""
     while not finish:
         banned = (spec.eos_token_id, *sampling.stop_token_ids) if len(ids) < sampling.min_tokens else ()
-        token = pick_token(oracle.candidates(), sampling, seed, len(prompt) + len(ids), banned)
+        token = pick_token(model.candidates(oracle.candidates()), sampling, seed, len(prompt) + len(ids), banned)
         ids.append(token)
         oracle.feed(token)
         if token in sampling.stop_token_ids or (token == spec.eos_token_id and not sampling.ignore_eos):
@@ -42,7 +71,11 @@ def oracle_answer(prompt: Sequence[int], sampling: Sampling, choice: int, spec: 
         elif len(ids) >= sampling.max_tokens or len(prompt) + len(ids) >= max_model_len:
             finish = "length"
     text, stopped = cut_at_stop(text_of(ids, sampling), sampling.stop)
-    return Answer(tuple(ids), text, "stop" if stopped else finish)
+    tokens = len(ids)
+    if stopped:
+        lengths = range(1, len(ids) + 1)
+        tokens = next(n for n in lengths if cut_at_stop(text_of(ids[:n], sampling), sampling.stop)[1])
+    return Answer(tuple(ids), text, "stop" if stopped else finish, tokens)
 
 
 def text_of(ids: Sequence[int], sampling: Sampling) -> str:

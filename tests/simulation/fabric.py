@@ -7,19 +7,19 @@ from kvferry_wire.control import ControlReply, ControlRequest
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.keys import ServiceKeys
 from kvferry_wire.layout import BLOCK_ORDER, KVGroup, LayoutDescriptor
+from kvferry_wire.leg import Leg
 from kvferry_wire.limits import Limits
 from tests.simulation.answers import Answer
 from tests.simulation.links import GOOD, LinkFaults, Messages, Stream, StreamEnd, Wire
 from tests.simulation.scenario import BLOCK_SIZE, Profile
-from tests.simulation.world import Process, World
+from tests.simulation.world import Process, Violation, World
 
 if TYPE_CHECKING:
+    from tests.simulation.client import Client
     from tests.simulation.pod import Pod
     from tests.simulation.router_shell import Router
 
 KEYS = ServiceKeys(http=bytes([1]) * 32, kv=bytes([2]) * 32, state=bytes([3]) * 32, hash=bytes([4]) * 32)
-COMPAT = "toy"
-
 _LAYOUT = LayoutDescriptor(
     block_size=BLOCK_SIZE,
     tensor_parallel=1,
@@ -41,7 +41,10 @@ class Fabric:
         self.limits = limits
         self.pods: dict[str, Pod] = {}
         self.router: Router
-        self.answers: dict[str, tuple[Answer, ...]] = {}  # the right ones, by request
+        self.answers: dict[str, dict[str, tuple[Answer, ...]]] = {}  # the right ones, by request and compat hash
+        self.cached: dict[str, set[int]] = {}  # cached prompt tokens that a request may be told of
+        self.clients: dict[str, Client] = {}
+        self.ended: dict[tuple[int, ...], int] = {}  # pods, by the prompt that ended them
         self.granted: list[KVHandle] = []  # all handles that were ever given
         self.forged: set[str] = set()  # requests with a forged handle whose answer does not tell of it
         self.streams: dict[Stream, tuple[str, str]] = {}
@@ -63,6 +66,10 @@ class Fabric:
         for kind in kinds:
             self.wire(kind, source, target).closed_until = until
 
+    def parted(self, one: str, other: str) -> bool:
+        """Whether requests from one to the other, or their answers, are lost at present."""
+        return self.wire("http", one, other).partitioned() or self.wire("http", other, one).partitioned()
+
     def stream(
         self, kind: str, request: str, ends: tuple[StreamEnd, StreamEnd], opener: Process, target: Process
     ) -> Stream:
@@ -74,12 +81,34 @@ class Fabric:
     def forget(self, stream: Stream) -> None:
         self.streams.pop(stream, None)
 
-    def cut_streams(self, of: str, kind: str = "") -> None:
-        """Cut all open streams of a process."""
+    def cut_streams(self, of: str, kind: str = "", *, at_once: bool = False) -> None:
+        """Cut all open streams of a process. ``at_once``: the machine goes on, and tells the other ends."""
         for stream, ends in tuple(self.streams.items()):
             if of in ends and stream.name.startswith(kind):
-                stream.cut()
+                stream.cut(at_once=at_once)
                 self.forget(stream)
+
+    def leg_comes(self, pod: "Pod", leg: Leg) -> None:
+        """A pod takes a leg: it is of its client's tenant, and may be the pod's end."""
+        request = self.clients[leg.internal_id].request
+        if leg.extras.tenant_salt != request.salt:
+            raise Violation("tenants", f"a leg of {request.salt!r} comes as {leg.extras.tenant_salt!r}", request.name)
+        if request.poison and pod.process.up:
+            self.ended[request.prompt] = self.ended.get(request.prompt, 0) + 1
+            if self.ended[request.prompt] > self.limits.barren_losses:
+                raise Violation("fleet", f"{self.ended[request.prompt]} pods were ended by one request", request.name)
+            pod.process.soon(0.01, pod.poisoned)
+
+    def reached(self, request: str, stage: str) -> None:
+        """A request is at this stage: its client may go now."""
+        client = self.clients.get(request)
+        if client is not None:
+            client.on_stage(stage)
+
+    def told_cached(self, leg: Leg, cached_tokens: int) -> None:
+        """A pod tells what it found of a prompt: it counts if the answer begins with this leg."""
+        if not any(choice.emitted for choice in leg.choices):
+            self.cached.setdefault(leg.internal_id, set()).add(cached_tokens)
 
     def message(
         self, kind: str, source: str, target: Process, deliver: Callable[..., None], request: str, *message: Any

@@ -48,6 +48,8 @@ class Faults:
         if process.up and not process.paused:
             if fault.target == "router":
                 self._fabric.router.pauses += 1
+            else:
+                self._fabric.pods[fault.target].available_since = float("inf")
             process.pause()
             self._after(fault.seconds, self._wake, process, process.generation)
 
@@ -55,6 +57,24 @@ class Faults:
         if process.generation == generation:
             self._world.log(process.name, "", "wakes")
             process.wake()
+            if (pod := self._fabric.pods.get(process.name)) is not None:
+                pod.awake_since = self._world.now
+                pod.available_since = float("inf") if pod.core.load().draining else self._world.now
+
+    def crash_router(self, fault: Fault) -> None:
+        router = self._fabric.router
+        if router.process.up:
+            router.die()
+            self._after(fault.seconds, router.restart)
+
+    def stop_router(self, fault: Fault) -> None:
+        router = self._fabric.router
+        if router.process.up and not router.process.paused:
+            router.stop()
+            self._after(0.02, self._end_router, fault)
+
+    def _end_router(self, fault: Fault) -> None:
+        self.crash_router(fault)
 
     def slow_steps(self, fault: Fault) -> None:
         pod = self._fabric.pods[fault.target]
@@ -81,6 +101,7 @@ class Faults:
     def drain(self, fault: Fault) -> None:
         pod = self._fabric.pods[fault.target]
         if pod.process.up:
+            pod.available_since = float("inf")
             pod.post_later(Drain())
 
     def _process(self, name: str) -> Process:

@@ -128,16 +128,16 @@ class Stream:
             self._closed[side] = True
             self._deaf[side] = deaf
 
-    def cut(self, *, tells: tuple[bool, bool] = (True, True)) -> None:
-        """Break it off. Each side that is told hears of it a little later."""
+    def cut(self, *, tells: tuple[bool, bool] = (True, True), at_once: bool = False) -> None:
+        """Break it off. Each side that is told hears of it a little later, or ``at_once`` as of any message."""
         if self.broken:
             return
         self.broken = True
         self.world.log(self.name, self.request, "stream cut")
         for side in (0, 1):
             if tells[side]:
-                late = self._wires[1 - side].rng.random() ** 3
-                self._schedule(side, self.world.now + 0.001 + 2 * late, self._told, side)
+                late = 0.0 if at_once else 2 * self._wires[1 - side].rng.random() ** 3
+                self._schedule(side, self.world.now + 0.001 + late, self._told, side)
 
     def _put(self, side: int, arrive: Callable[..., None], message: Any) -> None:
         if self.broken or self._closed[side]:

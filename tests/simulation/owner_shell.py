@@ -21,7 +21,7 @@ from kvferry_wire.control import (
 from kvferry_wire.data import ReadReply, ReadRequest
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.limits import Limits
-from tests.simulation.fabric import COMPAT, KEYS, Fabric, layout
+from tests.simulation.fabric import KEYS, Fabric, layout
 from tests.simulation.links import Stream
 from tests.simulation.toy_runner import ToyMemory
 from tests.simulation.world import Process, Timer, Violation
@@ -35,6 +35,7 @@ class Engine(Protocol):
     name: str
     process: Process
     incarnation: bytes
+    compat_hash: str
     memory: ToyMemory
 
     def post(self, event: LeaseEnded) -> None: ...
@@ -53,7 +54,7 @@ class OwnerShell:
         self._expiry = Timer(self._process, self._judge)
         self.table = LeaseTable(incarnation=engine.incarnation, epoch=1, limits=limits)
         body = HelloBody(incarnation=engine.incarnation, epoch=1, layout=layout(), backends={"tcp": b""})
-        self.own = OwnSide(PROTOCOL_VERSION, COMPAT, body)
+        self.own = OwnSide(PROTOCOL_VERSION, engine.compat_hash, body)
 
     # ---- by the engine
 
@@ -69,7 +70,7 @@ class OwnerShell:
             backends={"tcp": b""},
             block_count=len(grant.blocks[0]),
             token_count=grant.token_count,
-            compat_hash=COMPAT,
+            compat_hash=self._engine.compat_hash,
             layout=layout(),
             lease_ms=round(self._limits.lease_s * 1000),
             prompt_digest=grant.prompt_digest,

@@ -32,11 +32,12 @@ from kvferry_wire.handle import KVHandle
 from kvferry_wire.limits import Limits
 from kvferry_wire.state import Snapshot
 from tests.simulation import invariants
-from tests.simulation.fabric import COMPAT, KEYS, Fabric, layout
+from tests.simulation.fabric import KEYS, Fabric, layout
 from tests.simulation.links import Stream
+from tests.simulation.models import MODELS, SPEC
 from tests.simulation.owner_shell import OwnerShell
 from tests.simulation.reader_shell import ReaderShell
-from tests.simulation.scenario import BLOCK_SIZE, SPEC, PodSetup
+from tests.simulation.scenario import BLOCK_SIZE, PodSetup
 from tests.simulation.server_shell import ServerShell
 from tests.simulation.toy_runner import ToyMemory, ToyRunner, check_tenants, check_writes
 from tests.simulation.world import Clock, Process, Timer, World
@@ -80,7 +81,10 @@ class Pod:
             prefix_caching=setup.prefix_caching,
             vocab_size=SPEC.vocab,
         )
+        self.compat_hash = setup.model
         self.slow_until = 0.0
+        self.awake_since = 0.0
+        self.available_since = 0.0  # up, awake and not drained since then, or infinity
         self.preemptions = 0  # of earlier incarnations
         fabric.pods[self.name] = self
 
@@ -89,10 +93,11 @@ class Pod:
     def start(self) -> None:
         """A new incarnation: new memory, new state, nothing known of the one before."""
         self.process.up = True
+        self.available_since = self.awake_since = self.world.now
         self._rng = self.world.rng(f"pod/{self.name}/{self.process.generation}")
         self.incarnation = self._rng.randbytes(16)
         self.memory = ToyMemory(self.setup.blocks + 1, BLOCK_SIZE, self._rng)
-        self.runner = ToyRunner(self.memory, SPEC)
+        self.runner = ToyRunner(self.memory, MODELS[self.compat_hash])
         self.core = EngineCore(self.config)
         self.owner = OwnerShell(self, self.fabric, self.limits, self.fabric.profile.slow_data)
         self.reader = ReaderShell(self, self.fabric, self.limits, self.owner.own)
@@ -110,11 +115,20 @@ class Pod:
         self._beat()
 
     def crash(self) -> None:
+        self.available_since = float("inf")
         self.preemptions += self.core.preemptions
         self.process.die()
         self.fabric.cut_streams(self.name)
 
+    def poisoned(self) -> None:
+        """Something that it was asked for ends it."""
+        self.world.count("pods_poisoned")
+        self.world.log(self.name, "", "is ended by a request")
+        self.crash()
+        self.world.at(self.world.now + 0.7, None, self.restart)
+
     def lose_engine(self) -> None:
+        self.available_since = float("inf")
         self.preemptions += self.core.preemptions
         self.server.fail_all("the engine failed")
         self.fabric.cut_streams(self.name, "data")
@@ -189,7 +203,7 @@ class Pod:
         self._wake()
 
     def _step_seconds(self, plan: StepPlan) -> float:
-        seconds = 0.002 + 0.0005 * plan.tokens + 0.004 * self._rng.random()
+        seconds = self.fabric.profile.slowness * (0.002 + 0.0005 * plan.tokens + 0.004 * self._rng.random())
         if self.world.now < self.slow_until:
             seconds += 1.2 * self._rng.random()
         return seconds
@@ -213,7 +227,7 @@ class Pod:
             event.handle,
             kv_key=KEYS.kv or b"",
             incarnation=self.incarnation,
-            compat_hash=COMPAT,
+            compat_hash=self.compat_hash,
             layout=layout(),
             backends=frozenset({"tcp"}),
         )
@@ -234,12 +248,18 @@ class Pod:
                 case PrefilledOut():
                     outputs.append(msgspec.structs.replace(effect, handle=self._handles.pop(effect.key, None)))
                 case HoldLease() | StartPull() | DropLease():
+                    self._reached(effect)
                     self.process.log(effect.key.internal_id, _told(effect))
                     self.reader.command(effect)
                 case _:
                     outputs.append(effect)
         if outputs:
             self.process.soon(_HOP_S, self.server.on_outputs, outputs)
+
+    def _reached(self, effect: HoldLease | StartPull | DropLease) -> None:
+        stages = {HoldLease: "decode_queue", StartPull: "transfer"}
+        if type(effect) in stages:
+            self.fabric.reached(effect.key.internal_id, stages[type(effect)])
 
     # ---- what the transfer asks
 

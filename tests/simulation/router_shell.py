@@ -1,4 +1,4 @@
-"""The simulated router: the real admission, selection, bookings, index, feeds and flows, over simulated links."""
+"""The simulated router: the real admission, pool, flows and budgets, over simulated links. It can die and come back."""
 
 import random
 from dataclasses import dataclass, field
@@ -9,26 +9,26 @@ import msgspec
 from kvferry_router import failures
 from kvferry_router import flow_messages as messages
 from kvferry_router.admission import Admission
-from kvferry_router.bookings import Bookings
 from kvferry_router.flow import RequestFlow
-from kvferry_router.index.feed import FeedEffect, FetchSnapshot, Forget, Remove, Replace, StateFeed, Store
-from kvferry_router.index.prefix_index import PrefixIndex
-from kvferry_router.select.candidates import Ask, Candidate
-from kvferry_router.select.policy import Policy, choose, choose_again
+from kvferry_router.given import IdBudget
+from kvferry_router.resumes import ResumeBudget, Suspects
+from kvferry_router.select.candidates import Ask
+from kvferry_router.select.policy import Decision, Policy
 from kvferry_wire.canonical import KeyExtras
 from kvferry_wire.frames import Alive, Frame
 from kvferry_wire.handle import KVHandle
-from kvferry_wire.hashing import chain_hashes
 from kvferry_wire.leg import AnswerFormat, ChoiceState, Leg
 from kvferry_wire.limits import Limits
-from kvferry_wire.state import Snapshot, StateMessage
+from kvferry_wire.state import StateMessage
 from tests.simulation import invariants
-from tests.simulation.fabric import COMPAT, KEYS, Fabric
+from tests.simulation.answers import DONE, read_ending
+from tests.simulation.fabric import Fabric
 from tests.simulation.links import Stream
-from tests.simulation.scenario import BLOCK_SIZE, Request
-from tests.simulation.world import Clock, Process, Timer, World
+from tests.simulation.router_view import PodView
+from tests.simulation.scenario import BLOCK_SIZE, Request, Scenario
+from tests.simulation.world import Clock, Process, Timer, Violation, World
 
-_FEED_TICK_S = 0.3
+FREED_S = 2.0  # after the router's death nothing of its requests is at work at any pod
 
 
 @dataclass(eq=False)
@@ -41,8 +41,15 @@ class Served:
     timer: Timer | None = None
     legs: dict[int, Stream] = field(default_factory=dict)  # by attempt
     records: list[messages.Record] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # how legs failed
     cached: dict[str, int] = field(default_factory=dict)
     accepted_at: float = 0.0
+    compat_hash: str = ""
+    sent: int = 0
+    over: bool = False  # the client was told of its end
+    lost_at: float | None = None  # since when nothing goes on with its answer
+    given_up_at: dict[int, float] = field(default_factory=dict)  # legs, by attempt, in the world's time
+    told: str = ""  # of resumes, by the end of the answer
 
 
 class RouterProcess(Process):
@@ -55,43 +62,83 @@ class RouterProcess(Process):
 
 
 class Router:
-    """Moves what the router's cores say."""
+    """Moves what the router's cores say. One address; its lives follow each other."""
 
-    def __init__(self, world: World, clock: Clock, fabric: Fabric, limits: Limits, min_prefill_tokens: int) -> None:
+    def __init__(self, world: World, clock: Clock, fabric: Fabric, limits: Limits, scenario: Scenario) -> None:
         self.world = world
         self.fabric = fabric
         self.limits = limits
         self.process: Process = RouterProcess(world, self, clock)
-        self.admission = Admission(limits)
-        self.bookings = Bookings()
-        self.index = PrefixIndex(limits.index_blocks)
-        self.served: dict[str, Served] = {}
-        self.by_client: dict[Stream, Served] = {}
         self.touched: Served | None = None  # in this event
         self.pauses = 0
-        self._policy = Policy(disaggregate_min_tokens=min_prefill_tokens)
+        self.deaths = 0
+        self.policy = scenario.policy
+        self._min_prefill_tokens = scenario.min_prefill_tokens
         self._rng: random.Random = world.rng("router")
         self._forger = world.rng("forger")
         self._late = world.rng("late")
         self._handles: list[KVHandle] = []
-        self._feeds = {name: StateFeed(limits) for name in fabric.pods}
-        for feed in self._feeds.values():
-            feed.start(self.process.now)
-        self._ready = dict.fromkeys(fabric.pods, True)  # as of the last look
         fabric.router = self
-        self._tick_feeds()
+
+    # ---- life
+
+    def start(self) -> None:
+        """A new life, which knows nothing of the one before."""
+        self.process.up = True
+        self.admission = Admission(self.limits)
+        self.budget = IdBudget(self.limits)
+        self.resumes = ResumeBudget(self.limits)
+        self.suspects = Suspects(self.limits)
+        self.served: dict[str, Served] = {}
+        self.by_client: dict[Stream, Served] = {}
+        self.by_name: dict[str, Served] = {}  # also those that are over
+        self.stopping = False
+        policy = Policy(disaggregate_min_tokens=self._min_prefill_tokens)
+        must_ferry = self.policy == "fail"
+        self.view = PodView(self.process, self.fabric, self.limits, policy, self._rng, must_ferry=must_ferry)
+        self._look_around()
+
+    def _look_around(self) -> None:
+        invariants.check_old_legs(self)
+        self.process.soon(0.2, self._look_around)
+
+    def stop(self) -> None:
+        """Told to stop, with no grace: what is under way ends in an error, what comes is refused."""
+        self.stopping = True
+        for served in tuple(self.served.values()):
+            if served.flow is not None:
+                self.feed(served, messages.Stopping())
+            elif served.request.name in self.served:
+                self._refuse(served, failures.STOPPING)
+
+    def die(self) -> None:
+        """Its machine goes on, and closes its connections."""
+        self.deaths += 1
+        for name in self.served:
+            self.world.at(self.world.now + FREED_S, None, invariants.check_no_work, (name, self.fabric))
+        self.process.die()
+        self.fabric.cut_streams("router", at_once=True)
+
+    def restart(self) -> None:
+        if not self.process.up:
+            self.world.log("router", "", "starts again")
+            self.start()
 
     # ---- clients
 
     def on_message(self, stream: Stream, request: Request) -> None:
         served = Served(request, stream, accepted_at=self.process.now)
         self.served[request.name] = served
-        self.by_client[stream] = served
+        self.by_client[stream] = self.by_name[request.name] = served
+        if self.stopping:
+            self._refuse(served, failures.STOPPING)
+            return
         answer = self.admission.arrive(request.name)
         self.process.log(request.name, f"arrives: {answer}")
         if answer == "run":
             self._begin(served)
         elif answer == "wait":
+            self.fabric.reached(request.name, "router_queue")
             served.timer = Timer(self.process, lambda: self._waited_too_long(served))
             served.timer.set(self.process.now + min(self.limits.queue_wait_s, request.deadline_s))
         else:
@@ -99,9 +146,11 @@ class Router:
 
     def on_close(self, stream: Stream) -> None:
         """The client has left."""
-        served = self.by_client[stream]
+        served = self.by_client.get(stream)
+        if served is None:
+            return  # of an earlier life
         if served.flow is not None:
-            self._feed(served, messages.ClientGone())
+            self.feed(served, messages.ClientGone())
         elif served.request.name in self.served:
             if served.timer is not None:
                 served.timer.set(None)
@@ -130,14 +179,30 @@ class Router:
         if served.timer is not None:
             served.timer.set(None)
         request = served.request
-        extras = KeyExtras(tenant_salt=request.salt)
-        served.cached = self.index.match(chain_hashes(KEYS.hash, request.prompt, BLOCK_SIZE, extras))
-        decision = choose(self._ask(served), self._candidates(served), self._policy, self._rng)
-        self.process.log(request.name, f"{decision.reason}: prefill {decision.prefill}, decode {decision.decode}")
+        leg = self._first_leg(request)
+        if self.suspects.holds(leg, self.process.now):
+            self._refuse(served, failures.BARREN)
+            return
+        decision = self.view.pool.choose(self._ask(request), self.view.hashes(request), self.process.now)
+        self._note(served, decision)
         if decision.decode is None:
             self._refuse(served, failures.NO_CAPACITY)
             return
-        leg = Leg(
+        served.compat_hash = decision.compat_hash
+        served.flow = RequestFlow(
+            leg,
+            self.limits,
+            deadline_s=request.deadline_s,
+            accepted_at=served.accepted_at,
+            policy=self.policy,
+            budget=self.budget,
+        )
+        served.timer = Timer(self.process, lambda: self.feed(served, messages.Tick()))
+        self.feed(served, messages.Start(decision.prefill, decision.decode, decision.compat_hash))
+
+    @staticmethod
+    def _first_leg(request: Request) -> Leg:
+        return Leg(
             internal_id=request.name,
             attempt=0,
             request_id=request.name,
@@ -148,45 +213,23 @@ class Router:
             format=AnswerFormat(
                 kind="completion", stream=request.stream, include_usage=False, response_id="r", created=1, model="toy"
             ),
-            extras=extras,
+            extras=KeyExtras(tenant_salt=request.salt),
         )
-        served.flow = RequestFlow(leg, self.limits, deadline_s=request.deadline_s, accepted_at=served.accepted_at)
-        served.timer = Timer(self.process, lambda: self._feed(served, messages.Tick()))
-        self._feed(served, messages.Start(decision.prefill, decision.decode, decision.compat_hash))
 
-    def _ask(self, served: Served, excluded: frozenset[str] = frozenset(), compat_hash: str = "") -> Ask:
-        request = served.request
-        growth = request.n * request.sampling.max_tokens
-        return Ask(request.name, len(request.prompt), growth, "text", excluded, compat_hash)
+    @staticmethod
+    def _ask(request: Request) -> Ask:
+        return Ask(request.name, len(request.prompt), request.n * request.sampling.max_tokens, "text")
 
-    def _candidates(self, served: Served) -> list[Candidate]:
-        found = []
-        for name, pod in self.fabric.pods.items():
-            feed = self._feeds[name]
-            fresh = feed.fresh(self.process.now)
-            found.append(
-                Candidate(
-                    name=name,
-                    role=pod.setup.role,
-                    compat_hash=COMPAT,
-                    text_digest="text",
-                    block_size=BLOCK_SIZE,
-                    total_blocks=pod.setup.blocks,
-                    max_running=pod.setup.max_running,
-                    max_model_len=pod.config.max_model_len,
-                    kv_bytes_per_token=16,
-                    ready=self._ready[name],
-                    draining=False,
-                    cached_blocks=served.cached.get(name, 0) if fresh else 0,
-                    load=feed.load if fresh else None,
-                    bookings=self.bookings.of(name),
-                )
-            )
-        return found
+    def _note(self, served: Served, decision: Decision) -> None:
+        for scores in decision.scores.values():
+            served.cached |= {s.pod: int(s.terms["cached_tokens"]) for s in scores if "cached_tokens" in s.terms}
+        self.process.log(
+            served.request.name, f"{decision.reason}: prefill {decision.prefill}, decode {decision.decode}"
+        )
 
     # ---- flows
 
-    def _feed(self, served: Served, event: messages.Event) -> None:
+    def feed(self, served: Served, event: messages.Event) -> None:
         assert served.flow is not None and served.timer is not None
         self.touched = served
         pending = [event]
@@ -196,23 +239,20 @@ class Router:
                 if answer is not None:
                     pending.append(answer)
         served.timer.set(served.flow.next_wakeup())
+        open_ = served.flow._attempts.open
+        for attempt in range(served.flow._attempts.opened):
+            if open_ is None or attempt != open_.number:
+                served.given_up_at.setdefault(attempt, self.world.now)
 
     def _perform(self, served: Served, effect: messages.Effect) -> messages.Event | None:
-        name = served.request.name
+        name, pool = served.request.name, self.view.pool
         match effect:
-            case messages.Book(kind, pod, computes):
-                cached = served.cached.get(pod, 0) * BLOCK_SIZE
-                growth = served.request.n * served.request.sampling.max_tokens if kind == "decode" else 0
-                self.bookings.book(
-                    (name, kind),
-                    pod,
-                    prefill_tokens=max(0, len(served.request.prompt) - cached) if computes else 0,
-                    decode_blocks=-(-(len(served.request.prompt) + growth) // BLOCK_SIZE) if kind == "decode" else 0,
-                )
+            case messages.Book():
+                self._book(served, effect)
             case messages.Computed(kind, _):
-                self.bookings.computed((name, kind))
+                pool.bookings.computed((name, kind))
             case messages.Release(kind, _):
-                self.bookings.release((name, kind))
+                pool.bookings.release((name, kind))
             case messages.NeedPod():
                 return self._choose_again(served, effect)
             case messages.OpenLeg(kind, pod, leg):
@@ -221,41 +261,83 @@ class Router:
                 pass  # the stream is left to close by itself
             case messages.AbortLeg(attempt, pod):
                 self._abort_leg(served, attempt, pod)
-            case messages.Ferried():
-                pass
+            case messages.PodFailed():
+                self._pod_failed(served, effect)
+            case messages.Ferried(prefill, decode, reason):
+                pool.ferried(prefill, decode, reason, self.process.now)
+                self.world.count("pairs_barred", len(pool.barred(self.process.now)))
             case messages.Resumed(cause, gap_s):
+                served.lost_at = None
                 self.world.count(f"resumed_{cause}")
                 self.process.log(name, f"resumed after {cause}, {gap_s:.3f} s")
-            case messages.PodFailed(pod, kind, reason):
-                self.world.count(f"{kind}_{reason}")
-                self.process.log(name, f"{kind} leg at {pod}: {reason}")
             case messages.Send() | messages.FinishAnswer() | messages.FailAnswer():
-                served.client.send(1, effect)
-                if not isinstance(effect, messages.Send):
-                    self.process.log(name, _told(effect))
-                    served.client.close(1)
+                self._tell(served, effect)
             case messages.Record():
-                served.records.append(effect)
-                self.world.count(f"outcome_{effect.outcome}")
-                if effect.recomputed:
-                    self.world.count("recomputed")
-                    self.fabric.forged.discard(name)
-                self._leave(served)
+                self._record(served, effect)
         return None
 
+    def _book(self, served: Served, effect: messages.Book) -> None:
+        request, decode = served.request, effect.kind == "decode"
+        uncached = max(0, len(request.prompt) - served.cached.get(effect.pod, 0))
+        growth = request.n * request.sampling.max_tokens
+        self.view.pool.bookings.book(
+            (request.name, effect.kind),
+            effect.pod,
+            prefill_tokens=uncached if effect.computes else 0,
+            decode_blocks=-(-(len(request.prompt) + growth) // BLOCK_SIZE) if decode else 0,
+        )
+
     def _choose_again(self, served: Served, need: messages.NeedPod) -> messages.PodChosen:
-        ask = self._ask(served, need.excluded, need.compat_hash)
-        candidates = self._candidates(served)
-        if need.resume and not need.ferried:
-            decision = choose(ask, candidates, self._policy, self._rng)
-        else:
-            decision = choose_again(ask, candidates, self._policy, self._rng, kind=need.kind, ferried=need.ferried)
+        if need.resume and not self.resumes.take(self.process.now):
+            self.world.count("resumes_that_waited")
+            return messages.PodChosen(need.kind, None)
+        request, pool = served.request, self.view.pool
+        decision = pool.choose_again(self._ask(request), self.view.hashes(request), self.process.now, need)
+        self._note(served, decision)
         chosen = decision.prefill if need.kind == "prefill" else decision.decode
         self.world.count("legs_tried_again" if chosen else "no_other_pod")
-        self.process.log(served.request.name, f"another {need.kind} pod: {chosen} {decision.prefill}")
         if need.kind == "prefill":
             return messages.PodChosen("prefill", chosen)
+        if decision.prefill is not None:
+            self.world.count("resumed_by_a_pair")
         return messages.PodChosen("decode", chosen, decision.prefill)
+
+    def _pod_failed(self, served: Served, effect: messages.PodFailed) -> None:
+        self.world.count(f"{effect.kind}_{effect.reason}")
+        served.lost_at = self.process.now if served.lost_at is None else served.lost_at
+        served.lost.append(effect.reason)
+        self.process.log(served.request.name, f"{effect.kind} leg at {effect.pod}: {effect.reason}")
+        if effect.reason in ("dead", "stalled"):
+            self.view.suspect(effect.pod, effect.reason)
+
+    def _tell(self, served: Served, effect: messages.Send | messages.FinishAnswer | messages.FailAnswer) -> None:
+        if served.over:
+            raise Violation("two_ends", f"{effect} after the end", served.request.name)
+        served.client.send(1, effect)
+        if isinstance(effect, messages.Send):
+            served.sent += 1
+            self.fabric.reached(served.request.name, "first_token" if served.sent == 1 else "mid_stream")
+            return
+        if isinstance(effect, messages.FinishAnswer) and effect.stream:
+            served.told = read_ending(effect.data.partition(DONE)[2]).resumed
+        served.over = True
+        self.process.log(served.request.name, _told(effect))
+        served.client.close(1)
+
+    def _record(self, served: Served, record: messages.Record) -> None:
+        served.records.append(record)
+        self.world.count(f"outcome_{record.outcome}")
+        if len(record.resumed) > 1 and record.outcome == "ok":
+            self.world.count("answers_of_three_pods_or_more")
+        if record.gave_up is not None:
+            self.world.count(f"gave_up_{record.gave_up}")
+            self.process.log(served.request.name, f"given up: {record.gave_up}, lost {served.lost}")
+            if record.gave_up == "barren" and served.flow is not None:
+                self.suspects.add(self._first_leg(served.request), self.process.now)
+        if record.recomputed:
+            self.world.count("recomputed")
+            self.fabric.forged.discard(served.request.name)
+        self._leave(served)
 
     # ---- legs
 
@@ -289,7 +371,7 @@ class Router:
         self.fabric.message("http", "router", pod.process, deliver, name, f"abort {name}#{attempt}")
 
     def on_leg(self, served: Served, event: messages.LegFrames | messages.LegClosed) -> None:
-        self._feed(served, event)
+        self.feed(served, event)
 
     def _perhaps_forged(self, handle: KVHandle, request: str) -> KVHandle:
         """Now and then the handle is another request's, or was changed on its way."""
@@ -318,58 +400,26 @@ class Router:
     # ---- the pods' state
 
     def on_state(self, pod: str, message: StateMessage) -> None:
-        self._apply(pod, self._feeds[pod].message(message, self.process.now))
-
-    def _tick_feeds(self) -> None:
-        for name, feed in self._feeds.items():
-            self._apply(name, feed.tick(self.process.now))
-            process = self.fabric.pods[name].process
-            self._ready[name] = process.up and not process.paused
-        self.process.soon(_FEED_TICK_S, self._tick_feeds)
-
-    def _apply(self, pod: str, effects: list[FeedEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case FetchSnapshot(number):
-                    process = self.fabric.pods[pod].process
-                    self.fabric.message("state", "router", process, self._asked_for_snapshot, "", pod, number)
-                    self.process.soon(1.0, self._snapshot_late, pod, number)
-                case Replace(hashes):
-                    self.index.drop(pod)
-                    self.index.store(pod, hashes)
-                case Store(hashes):
-                    self.index.store(pod, hashes)
-                case Remove(hashes):
-                    self.index.remove(pod, hashes)
-                case Forget():
-                    self.index.drop(pod)
-
-    def _asked_for_snapshot(self, pod: str, number: int) -> None:
-        snapshot = self.fabric.pods[pod].snapshot()
-        self.fabric.message("state", pod, self.process, self._on_snapshot, "", pod, number, snapshot)
-
-    def _on_snapshot(self, pod: str, number: int, snapshot: Snapshot) -> None:
-        self._apply(pod, self._feeds[pod].snapshot(number, snapshot, self.process.now))
-
-    def _snapshot_late(self, pod: str, number: int) -> None:
-        self._apply(pod, self._feeds[pod].snapshot_failed(number, self.process.now))
-
-    def index_lags(self) -> str:
-        """Where the index differs from what pods have; empty when it does not."""
-        self.index.check_integrity()
-        for name, pod in self.fabric.pods.items():
-            held = self.index._held.get(name, set())
-            if self._feeds[name].incarnation != pod.incarnation or held != set(pod.core.snapshot_hashes()):
-                return f"{name}: {self._feeds[name]!r} gave {len(held)} of {len(pod.core.snapshot_hashes())} blocks"
-        return ""
+        self.view.on_state(pod, message)
 
     @property
     def rests(self) -> bool:
-        return not self.served and not len(self.bookings) and not self.admission.running and not self.admission.waiting
+        pool, admission = self.view.pool, self.admission
+        return (
+            self.process.up
+            and not self.served
+            and not len(pool.bookings)
+            and not admission.running
+            and not admission.waiting
+            and not self.budget.held
+        )
 
     def leftovers(self) -> str:
         flows = [served.flow for served in self.served.values()]
-        return f"router: requests {flows}, bookings {len(self.bookings)}, running {self.admission.running}"
+        return (
+            f"router: requests {flows}, bookings {len(self.view.pool.bookings)}, running {self.admission.running}, "
+            f"ids {self.budget.held}"
+        )
 
 
 class _LegEnd:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tests.simulation.client import Client
 from tests.simulation.fabric import Fabric
 from tests.simulation.faults import Faults
+from tests.simulation.models import MODELS
 from tests.simulation.pod import Pod
 from tests.simulation.router_shell import Router
 from tests.simulation.scenario import FAULTY_S, Scenario
@@ -44,14 +45,17 @@ class Simulation:
             Pod(world, setup, self._clock(setup.name), fabric, limits, scenario.max_model_len)
             for setup in scenario.pods
         ]
-        self.router = Router(world, self._clock("router"), fabric, limits, scenario.min_prefill_tokens)
+        self.router = Router(world, self._clock("router"), fabric, limits, scenario)
         for pod in self.pods:
             pod.start()
+        self.router.start()
         process = Process(world, "client", self._clock("client"))
         self.clients = []
+        models = sorted({setup.model for setup in scenario.pods})
         for request in scenario.requests:
-            fabric.answers[request.name] = request.answers(scenario.max_model_len)
-            client = Client(request, fabric.answers[request.name], process, fabric)
+            answers = {name: request.answers(scenario.max_model_len, MODELS[name]) for name in models}
+            fabric.answers[request.name] = answers
+            client = fabric.clients[request.name] = Client(request, answers, process, fabric)
             self.clients.append(client)
             world.at(request.at, process, client.start)
         Faults(world, fabric).plan(scenario.faults)
@@ -103,7 +107,7 @@ class Simulation:
             and not self.world.in_flight
             and all(client.outcome for client in self.clients)
             and self.router.rests
-            and not self.router.index_lags()
+            and not self.router.view.lags()
             and all(pod.process.up and not pod.process.paused and pod.rests for pod in self.pods)
         )
 
@@ -111,6 +115,8 @@ class Simulation:
         for client in self.clients:
             if not client.outcome:
                 raise Violation("no_outcome", f"nothing was answered by {self.world.now:.1f} s", client.request.name)
+            if client.outcome in ("no_end", "refused", "stopping") and not self.router.deaths:
+                raise Violation("cut_off", f"{client.outcome}, and no router died", client.request.name)
         if not self.router.rests:
             name = next(iter(self.router.served), "")
             raise Violation("leak", self.router.leftovers(), name)
@@ -118,13 +124,16 @@ class Simulation:
             pod.core.check_integrity()
             if not pod.rests:
                 raise Violation("leak", pod.leftovers())
-        lag = self.router.index_lags()
+        lag = self.router.view.lags()
         if lag:
             raise Violation("index", f"the router's index is not what the pods have: {lag}")
         if self.scenario.profile.answers_all:
             for client in self.clients:
-                if client.outcome not in ("ok", "left", "over_capacity"):
+                if client.outcome not in ("ok", "left", "over_capacity", *self._by_policy()):
                     raise Violation("failed", f"{client.outcome} though it could be answered", client.request.name)
+
+    def _by_policy(self) -> tuple[str, ...]:
+        return ("transfer_failed",) if self.scenario.policy == "fail" else ()
 
     def _count(self) -> None:
         for pod in self.pods:

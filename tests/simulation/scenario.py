@@ -8,18 +8,17 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from kvferry_runtime.model.toy_spec import ToySpec
+from kvferry_router.flow_messages import FailurePolicy
 from kvferry_wire.leg import Sampling
 from kvferry_wire.limits import DEFAULT_LIMITS, Limits
 from kvferry_wire.pod import Role
 from tests.simulation.answers import Answer, oracle_answer
 from tests.simulation.links import GOOD, LinkFaults
+from tests.simulation.models import TOY, Model
 
 BLOCK_SIZE = 4
 DEADLINE_S = 20.0
 LEASE_S = 2.0
-SPEC = ToySpec(vocab=300, ctx=512, eos_every=23)
-
 LIMITS = msgspec.structs.replace(
     DEFAULT_LIMITS,
     request_deadline_s=DEADLINE_S,
@@ -41,12 +40,24 @@ LIMITS = msgspec.structs.replace(
     queue_wait_s=3.0,
     inflight=6,
     end_grace_s=0.1,
+    resume_wait_s=5.0,
+    resume_longest_pause_s=0.5,
+    resumes_per_s=20.0,
+    resume_burst=4,
+    capacity_wait_s=0.4,
+    pair_open_s=0.5,
+    pair_open_cap_s=4.0,
+    pair_trial_s=4.0,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One client's request. ``leaves_at``: seconds until the client goes; ``leaves_after``: messages until then."""
+    """One client's request.
+
+    ``leaves_at``: seconds until the client goes; ``leaves_after``: messages until then; ``leaves_in``: the stage of the
+    request in which it goes.
+    """
 
     name: str
     at: float
@@ -58,9 +69,12 @@ class Request:
     deadline_s: float = DEADLINE_S
     leaves_at: float | None = None
     leaves_after: int | None = None
+    leaves_in: str = ""
+    poison: bool = False  # whatever begins to compute it ends
 
-    def answers(self, max_model_len: int) -> tuple[Answer, ...]:
-        return tuple([oracle_answer(self.prompt, self.sampling, i, SPEC, max_model_len) for i in range(self.n)])
+    def answers(self, max_model_len: int, model: Model) -> tuple[Answer, ...]:
+        """What each choice is to say."""
+        return tuple([oracle_answer(self.prompt, self.sampling, i, max_model_len, model) for i in range(self.n)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,7 @@ class PodSetup:
     token_budget: int
     max_running: int
     prefix_caching: bool = True
+    model: str = TOY.compat_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +112,7 @@ class Profile:
     kinds: tuple[str, ...] = ()  # of faults
     faults: tuple[int, int] = (0, 0)  # how many
     leaving: float = 0.0  # share of clients that leave
+    leaving_in: float = 0.0  # share of clients that leave at a stage of their request
     blocks: tuple[int, int] = (36, 72)  # usable ones of a pod
     decode_blocks: tuple[int, int] | None = None  # of a decode pod, if others
     lease_share: float = 0.5
@@ -111,16 +127,28 @@ class Profile:
     forged: float = 0.0  # share of handles that are swapped for another request's, or changed
     slow_data: float = 0.0  # seconds between two blocks on the data plane, at most
     requests: tuple[int, int] = (6, 14)
+    slowness: float = 1.0  # steps take so many times as long
+    longest_answer: bool = False  # answers are long
+    models: tuple[str, ...] = ()  # of the pods; none: all serve the toy
+    policies: tuple[FailurePolicy, ...] = ("recompute",)
+    poison: bool = False  # one request ends each pod that computes it, and comes twice
+    forgetful: bool = False  # the router has room for few ids
     drift: float = 0.0  # clocks run up to so much faster or slower
 
     @property
     def prompt_cancel(self) -> bool:
         """Whether nothing keeps pods from hearing at once of a client that leaves."""
-        return not self.kinds and self.http == GOOD and self.control == GOOD
+        return not self.kinds and self.http == GOOD and self.control == GOOD and not self.slow_answers
+
+    @property
+    def slow_answers(self) -> bool:
+        return self.slowness > 10
 
     @property
     def answers_all(self) -> bool:
         """Whether nothing keeps the service from answering whom it takes: KV may be lost or late, requests not."""
+        if self.poison:
+            return False
         harmless = {"reset_cache", "part_control"}
         return self.http == GOOD and set(self.kinds) <= harmless and not self.hurried and not self.failing_steps
 
@@ -137,6 +165,7 @@ class Scenario:
     faults: tuple[Fault, ...]
     min_prefill_tokens: int
     transfers: int = 2
+    policy: FailurePolicy = "recompute"
     drift: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -147,6 +176,7 @@ class Scenario:
             lease_share=profile.lease_share,
             transfer_floor_s=profile.transfer_floor_s,
             transfers=self.transfers,
+            resume_ids=12 if profile.forgetful else LIMITS.resume_ids,
         )
 
     def without_request(self, name: str) -> "Scenario":
@@ -173,7 +203,7 @@ PROFILES = (
     Profile("tight", blocks=(8, 16), requests=(8, 14), drift=0.1),
     Profile("tight_leaving", blocks=(8, 14), requests=(8, 14), leaving=0.4, slow_data=0.2),
     Profile("parted", kinds=("part", "part_one_way"), faults=(1, 3), control=_LOSSY, slow_data=0.2),
-    Profile("forged", forged=0.5),
+    Profile("forged", forged=0.5, requests=(12, 18), longest_prompt=16),
     Profile("cut", kinds=("cut_streams",), faults=(2, 6), slow_data=0.2),
     Profile("restless", kinds=("reset_cache", "drain", "slow_steps"), faults=(1, 4), blocks=(10, 24)),
     Profile("hurried", hurried=0.6, blocks=(12, 24), slow_data=0.2, kinds=("slow_steps",), faults=(0, 1), drift=0.2),
@@ -216,6 +246,82 @@ PROFILES = (
         opposed=True,
         spread=4.5,
     ),
+    # Pods of two models at a time, of which only one goes on with an answer.
+    Profile(
+        "mixed",
+        shape=("prefill", "decode", "prefill", "decode"),
+        models=("toy", "toy", "other", "other"),
+        kinds=("crash", "cut_streams", "pause"),
+        faults=(2, 6),
+        slowness=8.0,
+        spread=2.0,
+        longest_answer=True,
+        slow_data=0.1,
+    ),
+    # Answers that take a while, on pods that die under them again and again.
+    Profile(
+        "dying",
+        shape=("prefill", "decode", "prefill", "decode"),
+        kinds=("crash", "crash", "engine_dies", "pause", "cut_streams"),
+        faults=(6, 12),
+        slowness=20.0,
+        spread=4.0,
+        longest_answer=True,
+        policies=("recompute", "retry"),
+    ),
+    # The same with one pod of each kind: it is its next life that goes on.
+    Profile(
+        "dying_alone",
+        shape=("prefill", "decode"),
+        kinds=("crash", "engine_dies", "cut_streams"),
+        faults=(4, 8),
+        slowness=20.0,
+        spread=4.0,
+        longest_answer=True,
+        forgetful=False,
+    ),
+    Profile(
+        "forgetful",
+        shape=("prefill", "decode", "decode"),
+        kinds=("crash", "cut_streams"),
+        faults=(2, 5),
+        slowness=10.0,
+        spread=2.0,
+        forgetful=True,
+    ),
+    # KV is lost in all ways, and the service would rather try again, or fail, than compute it.
+    Profile(
+        "insisting",
+        shape=("prefill", "decode", "prefill", "decode"),
+        control=LinkFaults(lost=0.25, doubled=0.1),
+        data=LinkFaults(lost=0.1, cut=0.05),
+        kinds=("crash_prefill", "part_control", "reset_cache"),
+        faults=(2, 5),
+        blocks=(10, 24),
+        policies=("retry", "fail"),
+        slow_data=0.4,
+    ),
+    Profile(
+        "poison",
+        shape=("prefill", "decode", "prefill", "decode", "both"),
+        poison=True,
+        slowness=8.0,
+        spread=2.0,
+        longest_answer=True,
+        faults=(0, 0),
+        kinds=("crash",),
+    ),
+    # Clients leave at each stage, and what they leave is free at once.
+    Profile("staged", leaving_in=0.8, requests=(14, 22), slow_data=0.1, blocks=(16, 40), spread=0.1, slowness=6.0),
+    Profile(
+        "ending_router",
+        kinds=("crash_router", "stop_router"),
+        faults=(1, 3),
+        slowness=6.0,
+        spread=2.0,
+        slow_data=0.1,
+        longest_answer=True,
+    ),
     # Prefill dies and comes back while decode still waits for blocks to pull into.
     Profile("reborn", kinds=("crash_prefill",), faults=(2, 5), decode_blocks=(9, 12), slow_data=0.3, requests=(10, 14)),
     Profile(
@@ -230,8 +336,12 @@ PROFILES = (
         forged=0.1,
         slow_data=0.3,
         drift=0.2,
+        policies=("recompute", "retry", "fail"),
     ),
 )
+
+# Where a client may be when it leaves.
+STAGES = (*("router_queue", "prefill", "reply", "decode_queue", "transfer", "first_token", "mid_stream", "non_stream"),)
 
 FAULTY_S = 8.0  # faults begin within the first so many seconds
 
@@ -255,6 +365,7 @@ def make_scenario(seed: int, profile_name: str | None = None) -> Scenario:
         faults=_make_faults(rng, profile, names, spread),
         min_prefill_tokens=8 if profile.opposed else rng.choice((1, 1, 1, 8)),
         transfers=rng.randint(1, 4) if profile.wild else 2,
+        policy=rng.choice(profile.policies),
         drift=_make_drift(rng, profile, names),
     )
 
@@ -272,13 +383,14 @@ def _make_pods(rng: random.Random, profile: Profile) -> tuple[PodSetup, ...]:
     pods = []
     for index, role in enumerate(shape):
         name = f"{role[0]}{index}"
+        model = profile.models[index] if profile.models else TOY.compat_hash
         span = profile.decode_blocks if role == "decode" and profile.decode_blocks else profile.blocks
         blocks = rng.randint(*span)
         if profile.wild:
             budget, running = rng.choice((1, 3, 8, 64)), rng.randint(1, 8)
             pods.append(PodSetup(name, role, blocks, budget, running, prefix_caching=rng.random() < 0.6))
         else:
-            pods.append(PodSetup(name, role, blocks, rng.choice((6, 16, 64)), rng.choice((2, 4, 8))))
+            pods.append(PodSetup(name, role, blocks, rng.choice((6, 16, 64)), rng.choice((2, 4, 8)), model=model))
     return tuple(pods)
 
 
@@ -297,6 +409,7 @@ def _make_requests(rng: random.Random, profile: Profile, max_model_len: int, spr
             prompt = rng.choice(requests).prompt  # the very same prompt, perhaps of another tenant
         leaves = rng.random() < profile.leaving
         by_count = rng.random() < 0.3
+        stream = rng.random() < (0.6 if profile.leaving_in else 0.8)
         n = rng.choice((1, 2, 3, 4)) if profile.wild else rng.choice((1, 1, 1, 2, 3))
         requests.append(
             Request(
@@ -304,19 +417,34 @@ def _make_requests(rng: random.Random, profile: Profile, max_model_len: int, spr
                 at=spread * rng.random() if rng.random() < 0.8 else 0.6 * FAULTY_S * rng.random(),
                 prompt=prompt,
                 n=n,
-                sampling=_make_sampling(rng, prompt, max_model_len),
-                stream=rng.random() < 0.8,
+                sampling=_make_sampling(rng, prompt, max_model_len, profile),
+                stream=stream,
                 salt=rng.choice(salts),
                 deadline_s=0.02 + 0.8 * rng.random() ** 2 if rng.random() < profile.hurried else DEADLINE_S,
                 leaves_at=0.5 * rng.random() ** 2 if leaves and not by_count else None,
                 leaves_after=rng.randint(1, 4) if leaves and by_count else None,
+                leaves_in=_stage(rng, profile, stream),
             )
         )
-    return tuple(requests)
+    return tuple(requests + (_poison(requests[0], rng) if profile.poison else []))
 
 
-def _make_sampling(rng: random.Random, prompt: tuple[int, ...], max_model_len: int) -> Sampling:
-    max_tokens = rng.choice((1, 2, 5, 9, 14, 20))
+def _poison(request: Request, rng: random.Random) -> list[Request]:
+    """A request that comes again when it must have failed."""
+    first = replace(
+        request, name="x0", at=0.5 + rng.random(), prompt=tuple(rng.randrange(256) for _ in range(11)), poison=True
+    )
+    return [first, replace(first, name="x1", at=first.at + 7.0)]
+
+
+def _stage(rng: random.Random, profile: Profile, stream: bool) -> str:
+    if rng.random() >= profile.leaving_in:
+        return ""
+    return rng.choice([stage for stage in STAGES if stage != ("non_stream" if stream else "mid_stream")])
+
+
+def _make_sampling(rng: random.Random, prompt: tuple[int, ...], max_model_len: int, profile: Profile) -> Sampling:
+    max_tokens = rng.choice((14, 20, 20)) if profile.longest_answer else rng.choice((1, 2, 5, 9, 14, 20))
     base = Sampling(
         seed=rng.getrandbits(63),
         max_tokens=max_tokens,
@@ -328,7 +456,7 @@ def _make_sampling(rng: random.Random, prompt: tuple[int, ...], max_model_len: i
     # Some stop where the answer really passes.
     stop_by = rng.random()
     if stop_by < 0.3:
-        answer = oracle_answer(prompt, base, 0, SPEC, max_model_len)
+        answer = oracle_answer(prompt, base, 0, max_model_len)
         if stop_by < 0.15 and base.min_tokens == 0 and len(answer.text) > 2:
             at = rng.randrange(len(answer.text) - 1)
             return msgspec.structs.replace(base, stop=(answer.text[at : at + rng.randint(1, 2)], "\x01\x02"))
@@ -348,11 +476,15 @@ def _make_faults(rng: random.Random, profile: Profile, pods: list[str], spread: 
             target = pods[0]
         if kind == "part_control":
             target, others = pods[-1], pods[:1]
+        if kind.endswith("_router"):
+            target = "router"
         if kind == "pause" and rng.random() < 0.25:
             target = "router"
         seconds = {
             "engine_dies": 0.2 + 0.5 * rng.random(),
             "crash": 0.2 + 3 * rng.random(),
+            "crash_router": 0.2 + rng.random(),
+            "stop_router": 0.2 + rng.random(),
             "part_control": 1.0 + 1.4 * rng.random(),
             "crash_prefill": 0.02 + 0.3 * rng.random(),
             "slow_steps": 1 + 2 * rng.random(),

@@ -15,9 +15,9 @@ from kvferry_runtime.core.messages import (
 )
 from kvferry_wire.frames import Alive, Begun, End, Fail, Frame, Prefilled, Tokens
 from kvferry_wire.leg import Leg
-from tests.simulation.answers import DONE, cut_at_stop, event, held_back, text_of
+from tests.simulation.answers import Ending, cut_at_stop, event, held_back, text_of
 from tests.simulation.links import Stream
-from tests.simulation.scenario import SPEC
+from tests.simulation.models import SPEC
 from tests.simulation.world import Violation
 
 if TYPE_CHECKING:
@@ -70,6 +70,13 @@ class ServerShell:
             return
         self.legs[key] = served
         self._by_stream[stream] = served
+        if leg.compat_hash not in ("", self._pod.compat_hash):
+            self._send(served, Fail(kind="draining", message="another model"))
+            self._over(served)
+            return
+        self._pod.fabric.leg_comes(self._pod, leg)
+        if kind == "prefill":
+            self._pod.fabric.reached(key.internal_id, "prefill")
         submit = Submit(
             key=key,
             kind="prefill" if kind == "prefill" else "generate",
@@ -80,6 +87,7 @@ class ServerShell:
             deadline_s=leg.deadline_ms / 1000,
             eos_token_ids=(SPEC.eos_token_id,),
             handle=leg.handle,
+            must_pull=leg.must_pull,
             recompute=leg.recompute,
         )
         self._pod.post_later(submit)
@@ -105,7 +113,9 @@ class ServerShell:
                 case PrefilledOut():
                     self._on_prefilled(served, output)
                 case FailOut():
-                    self._send(served, Fail(kind=output.kind, message=output.message))
+                    if output.kind == "cancelled":
+                        self._process.world.count("legs_stopped_by_a_tombstone")
+                    self._send(served, Fail(kind=output.kind, message=output.message, param=output.reason or None))
                     self._over(served)
 
     def _on_tokens(self, served: ServedLeg, output: TokensOut) -> None:
@@ -113,9 +123,14 @@ class ServerShell:
         if writer.finish is not None:
             return  # a stop string ended it before
         served.recomputed = served.recomputed or output.recomputed
+        if not any(choice.emitted for choice in served.leg.choices):
+            served.cached = output.cached_tokens or served.cached
         if output.ids and not served.begun:
             served.begun = True
+            self._pod.fabric.told_cached(served.leg, served.cached)
             self._send(served, Begun(cached_tokens=served.cached, recomputed=served.recomputed))
+            if not served.leg.format.stream:
+                self._pod.fabric.reached(served.key.internal_id, "non_stream")
         writer.ids += output.ids
         writer.finish = output.finish
         self._write(served, output.choice, output.ids)
@@ -145,18 +160,17 @@ class ServerShell:
             self._end(served)
 
     def _end(self, served: ServedLeg) -> None:
-        sampling = served.leg.sampling
+        sampling, leg, data = served.leg.sampling, served.leg, b""
         finish = tuple([writer.finish or "" for writer in served.writers])
-        if served.leg.format.stream:
-            data = DONE
-        else:
+        if not leg.format.stream:
             texts = [cut_at_stop(text_of(writer.ids, sampling), sampling.stop)[0] for writer in served.writers]
-            data = b"".join([event(choice, 0, text) for choice, text in enumerate(texts)]) + DONE
+            data = b"".join([event(choice, 0, text) for choice, text in enumerate(texts)])
         count = sum(len(writer.ids) for writer in served.writers)
+        ending = Ending(finish, len(leg.prompt_ids), count, served.cached, leg.resumed)
         self._send(
             served,
             End(
-                data=data + " ".join(finish).encode(),
+                data=data + ending.encode(),
                 finish=finish,
                 completion_tokens=count,
                 cached_tokens=served.cached,
@@ -166,6 +180,8 @@ class ServerShell:
         self._over(served)
 
     def _on_prefilled(self, served: ServedLeg, output: PrefilledOut) -> None:
+        self._pod.fabric.told_cached(served.leg, output.cached_tokens)
+        self._pod.fabric.reached(served.key.internal_id, "reply")
         self._send(served, Prefilled(first=output.first, cached_tokens=output.cached_tokens, handle=output.handle))
         if output.handle is not None:
             self._pod.owner.answered(output.handle.lease_id, delivered=True)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulation.report import describe
 from tests.simulation.run import run_scenario
-from tests.simulation.scenario import PROFILES, make_scenario
+from tests.simulation.scenario import PROFILES, STAGES, make_scenario
 from tests.simulation.shrink import shrink
 
 SEEDS = int(os.environ.get("KVFERRY_SIM_SEEDS", "500"))
@@ -16,9 +16,20 @@ SEEDS = int(os.environ.get("KVFERRY_SIM_SEEDS", "500"))
 WORK_PER_100 = {
     "requests": 800,
     "client_ok": 600,
-    "resumed_dead": 10,
-    "resumed_failed": 3,
+    "resumed_dead": 15,
+    "resumed_failed": 4,
     "resumed_stalled": 15,
+    "resumed_by_a_pair": 10,
+    "resumes_that_waited": 1,
+    "answers_of_three_pods_or_more": 6,
+    "gave_up_barren": 1,
+    "gave_up_no_pod": 3,
+    "gave_up_transfer": 4,
+    "client_stopping": 1,
+    "client_no_end": 3,
+    "pairs_barred": 3,
+    "pods_poisoned": 4,
+    **dict.fromkeys([f"left_in_{stage}" for stage in STAGES], 0.5),
     "clients_left": 20,
     "transfers": 200,
     "transfers_failed": 40,

@@ -10,7 +10,7 @@ from collections import Counter
 
 from kvferry_runtime.core.plan import Pick, Row, StepPlan, StepResult
 from kvferry_runtime.model.toy_oracle import MASK, ROOT, candidates_of, digest_of, element_weights, position_weight
-from kvferry_runtime.model.toy_spec import ToySpec
+from tests.simulation.models import SPEC, Model
 from tests.simulation.picking import pick_token
 from tests.simulation.world import Violation
 
@@ -50,9 +50,9 @@ class ToyMemory:
 class ToyRunner:
     """Computes step plans."""
 
-    def __init__(self, memory: ToyMemory, spec: ToySpec) -> None:
+    def __init__(self, memory: ToyMemory, model: Model) -> None:
         self._memory = memory
-        self._spec = spec
+        self._model = model
         ((self._k_weight, self._v_weight),) = element_weights(1)
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -89,7 +89,7 @@ class ToyRunner:
                 term = self._k_weight * block[slot] + self._v_weight * block[size + slot]
                 state += _POSITION_WEIGHTS[position] * term
                 position += 1
-        candidates = candidates_of(state & MASK, self._spec)
+        candidates = self._model.candidates(candidates_of(state & MASK, SPEC))
         return [self._pick(candidates, pick) for pick in row.picks]
 
     @staticmethod

@@ -18,6 +18,7 @@ from kvferry_runtime.core.scheduler import Scheduler
 from kvferry_runtime.transfer.lease import LeaseTable
 from kvferry_wire.frames import End
 from kvferry_wire.state import StateMessage
+from tests.simulation.answers import Ending
 from tests.simulation.bugs.registry import bug, wrapped
 
 
@@ -97,8 +98,8 @@ def cut_stream_is_a_clean_end() -> Iterator[None]:
             if self._attempts.is_open(event.attempt) and self.state is FlowState.STREAMING:
                 given = self._answer.given
                 finish = ("stop",) * len(given)
-                data = b"\x01[DONE]" + " ".join(finish).encode()
-                end = End(data=data, finish=finish, completion_tokens=given.tokens, cached_tokens=0)
+                ending = Ending(finish, self._answer._prompt_tokens, given.tokens, 0, "")
+                end = End(data=ending.encode(), finish=finish, completion_tokens=given.tokens, cached_tokens=0)
                 self._end_frame(end, now, out)
             real(self, event, now, out)
 
