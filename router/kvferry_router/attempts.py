@@ -15,6 +15,7 @@ class Attempt:
         computed: the prompt is in its pod's KV.
         gained: ids came of it.
         sent: the client has bytes of it.
+        asked_to_move: it may end in `Handoff`.
     """
 
     number: int
@@ -25,6 +26,7 @@ class Attempt:
     computed: bool = False
     gained: bool = False
     sent: bool = False
+    asked_to_move: bool = False
 
     def ferried(self, reason: str, out: list[Effect]) -> None:
         """Its pod says, once, whether it has the KV, or why not."""

@@ -9,8 +9,9 @@ class Holdings:
 
     def __init__(self) -> None:
         self._booked: dict[Kind, str] = {}
-        self._lease: tuple[int, str] | None = None  # the prefill leg that it was granted to: attempt, pod
+        self._lease: tuple[int, str] | None = None  # the leg that it was granted to: attempt, pod
         self.handle: KVHandle | None = None
+        self._moved = False
 
     def booked(self) -> dict[Kind, str]:
         """Bookings that were not released yet."""
@@ -31,9 +32,15 @@ class Holdings:
         """The pod that keeps the prompt's KV."""
         return None if self._lease is None else self._lease[1]
 
-    def leased(self, attempt: int, pod: str, handle: KVHandle | None) -> None:
-        """A prefill leg has ended in this handle."""
+    @property
+    def must_ferry(self) -> bool:
+        """Whether there is KV that a service may insist on: prefill's, and not what a leg took along as it moved."""
+        return self.handle is not None and not self._moved
+
+    def leased(self, attempt: int, pod: str, handle: KVHandle | None, *, moved: bool = False) -> None:
+        """A prefill leg has ended in this handle, or a decode leg that ``moved``."""
         self.handle = handle
+        self._moved = moved
         self._lease = None if handle is None else (attempt, pod)
 
     def withdraw(self, out: list[Effect]) -> None:

@@ -6,7 +6,7 @@ from kvferry_router import failures
 from kvferry_router.flow_messages import CloseCause, Failure
 from kvferry_wire.frames import FailKind
 
-Fault = Literal["busy", "draining", "dead", "stalled", "deadline", "protocol", "failed", "transfer"]
+Fault = Literal["busy", "draining", "dead", "stalled", "deadline", "protocol", "failed", "transfer", "moved"]
 
 # By how the stream ended. `invalid` is the client's fault and no fault of a leg.
 CLOSED_AS: dict[CloseCause, Fault] = {
@@ -41,6 +41,7 @@ LEG_FAILURES: dict[Fault, Failure] = {
     "failed": failures.ENGINE_FAILED,
     "deadline": failures.DEADLINE,
     "transfer": failures.TRANSFER_FAILED,
+    "moved": failures.NO_CAPACITY,
 }
 # A healthy pod may have these.
 NO_FAULT_OF_THE_POD: frozenset[Fault] = frozenset({"busy", "draining", "deadline", "transfer"})
