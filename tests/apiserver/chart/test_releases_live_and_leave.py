@@ -149,8 +149,7 @@ def test_an_upgrade_without_a_change_changes_nothing(cluster: Cluster) -> None:
 
 def test_an_upgrade_brings_the_new_crd_to_the_services_that_are_there(cluster: Cluster, tmp_path: Path) -> None:
     """A release whose CRD lacked a field, with a service: after the upgrade the service is there and may use it."""
-    older = edited(tmp_path, lambda spec: spec.pop("transfer"))
-    cluster.install(chart=older)
+    cluster.install(chart=edited(tmp_path, lambda spec: spec.pop("transfer")))
     made = cluster.apply_service()
     with pytest.raises(Refused, match=r'"transfer"|transfer: field not declared'):
         cluster.apply_service(spec__transfer={"lease": "20s"})
@@ -182,6 +181,43 @@ def test_a_rollback_keeps_the_services(cluster: Cluster) -> None:
     found = cluster.service()
     assert found is not None
     assert (found["metadata"]["uid"], found["spec"]) == (made["metadata"]["uid"], made["spec"])
+
+
+def test_a_rollback_to_older_crds_hides_what_they_do_not_know(cluster: Cluster, tmp_path: Path) -> None:
+    """The service stays; its newer field is not shown by the older CRD, and is there again after the next upgrade."""
+    cluster.install(chart=edited(tmp_path, lambda spec: spec.pop("transfer")))
+    cluster.run("upgrade", RELEASE)
+    made = cluster.apply_service(spec__transfer={"lease": "20s"})
+    shown = make_shown(cluster)
+    wait_for(lambda: shown() == made["spec"]["transfer"], "the field to be served")
+    cluster.helm("rollback", RELEASE, "1", f"--namespace={HOME}")
+    wait_for(lambda: shown() is None, "the older CRD to be served")
+    cluster.run("upgrade", RELEASE)
+    wait_for(lambda: shown() == made["spec"]["transfer"], "the newer CRD to be served")
+
+
+def make_shown(cluster: Cluster) -> Any:
+    """What the server shows of the service's transfer; the service itself is always there."""
+
+    def shown() -> Any:
+        try:
+            found = cluster.service()
+        except Refused as refused:  # storage is set up anew after a change of the CRD
+            assert refused.code == 429
+            return "unknown"
+        assert found is not None
+        return found["spec"].get("transfer")
+
+    return shown
+
+
+def test_crds_by_hand_can_be_upgraded_by_hand(cluster: Cluster, tmp_path: Path) -> None:
+    """The command that the chart's README tells, over CRDs that an earlier release applied in another way."""
+    older = edited(tmp_path, lambda spec: spec.pop("transfer"))
+    cluster.server.kubectl("create", "-f", str(older / "files" / "crds"))
+    assert "transfer" not in fields(cluster.crd())
+    cluster.server.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds"))
+    assert "transfer" in fields(cluster.crd())
 
 
 def test_uninstalling_leaves_services_and_nothing_else(cluster: Cluster) -> None:
