@@ -102,7 +102,7 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
             )
             server = HttpServer(app.build(), limits, internal=False)
             await server.start(*listeners)
-            tasks = [asyncio.create_task(watch.run(), name="watch")]
+            tasks = [asyncio.create_task(watch.run(), name="watch"), asyncio.create_task(app.move(), name="mover")]
             if api_keys is not None:
                 tasks.append(asyncio.create_task(_reload(api_keys, metrics), name="api keys"))
             port = listeners[0].getsockname()[1]

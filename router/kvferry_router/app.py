@@ -12,6 +12,7 @@ from kvferry_router import failures
 from kvferry_router.admission import Admission, BodyBudget
 from kvferry_router.entropy import Entropy
 from kvferry_router.flow_messages import Outcome
+from kvferry_router.moves import Mover
 from kvferry_router.output import AnswerFailedError, as_api_error
 from kvferry_router.proxy import Proxy, RequestRun
 from kvferry_router.select.candidates import Ask
@@ -88,6 +89,10 @@ class RouterApp:
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_get("/internal/v1/decisions", self._decisions)
         return app
+
+    async def move(self) -> None:
+        """Take running answers away from pods that drain, until cancelled."""
+        await Mover(self._proxy.pool, self._underway.runs, self._limits).run()
 
     async def stop(self) -> None:
         """Not ready from now on, and nothing new; what is under way gets the grace, and then fails."""

@@ -54,6 +54,12 @@ class RouterMetrics:
             "From what came last of an answer to what the leg that goes on with it gave first.",
             metrics.FIRST_TOKEN_BUCKETS,
         )
+        self.moves = metrics.counter(
+            registry,
+            "router_moves_asked",
+            "Running legs asked to leave pods that drain, by whether they ran.",
+            ("confirmed",),
+        )
         self.gave_up = metrics.counter(
             registry, "router_gave_up", "Requests that failed, by why no further pod was tried.", ("reason",)
         )

@@ -146,6 +146,21 @@ class PodClient:
                 continue
         return False
 
+    async def hand_over(self, endpoint: Endpoint, internal_id: str, attempt: int) -> bool:
+        """Ask a leg to leave its pod; returns whether it runs there. What becomes of it comes in its stream."""
+        body = _encode(AbortRequest(internal_id=internal_id, attempt=attempt))
+        headers = self._authorization | {"Content-Type": "application/msgpack"}
+        url = endpoint.url("/internal/v1/handoff")
+        try:
+            async with (
+                asyncio.timeout(_ABORT_S),
+                self._client().post(url, data=body, headers=headers, allow_redirects=False) as response,
+            ):
+                await _read(response, _SMALL_BODY)
+                return response.status < 300
+        except (aiohttp.ClientError, OSError, PodAnswerError, TimeoutError):
+            return False
+
 
 class PodRefusal(msgspec.Struct, frozen=True):
     """A leg refused by status: the error object of its body, if it has one."""

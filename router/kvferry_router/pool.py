@@ -164,6 +164,17 @@ class PodPool:
             bookings=self.bookings.of(record.name),
         )
 
+    def leaving(self) -> frozenset[str]:
+        """Decode pods that drain, as they or discovery say, and that another usable pod could stand in for."""
+        stand_ins = [record for record in self.usable("decode") if not record.drains()]
+        return frozenset(
+            record.name
+            for record in self.table
+            if record.drains()
+            and record.info is not None
+            and any(_info(other).compat_hash == record.info.compat_hash for other in stand_ins)
+        )
+
     # ---- what the state streams say ----------------------------------------------------------------------------
 
     def apply(self, pod: str, effects: Iterable[FeedEffect]) -> list[FetchSnapshot]:

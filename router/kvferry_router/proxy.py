@@ -158,6 +158,26 @@ class RequestRun:
         """End the answer now, with an error that says that the router stops; ``answer`` writes it."""
         self._deliver(Stopping())
 
+    def place(self) -> tuple[str, int, str] | None:
+        """The decode leg that another pod could go on from: internal id, attempt, pod."""
+        movable = self._flow.movable()
+        return None if movable is None else (self._leg.internal_id, *movable)
+
+    def move(self) -> None:
+        """Ask that leg to leave its pod."""
+        movable = self._flow.movable()
+        record = None if movable is None else self._proxy.pool.table.get(movable[1])
+        if movable is None or record is None:
+            return
+        self._flow.asked_to_move()
+        attempt, endpoint, internal_id = movable[0], record.endpoint, self._leg.internal_id
+
+        async def ask() -> None:
+            taken = await self._proxy.client.hand_over(endpoint, internal_id, attempt)
+            self._proxy.metrics.moves.labels(str(taken).lower()).inc()
+
+        self._proxy.background.start(ask(), "move")
+
     # ---- events ------------------------------------------------------------------------------------------------
 
     def _deliver(self, event: Event) -> None:

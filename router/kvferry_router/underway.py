@@ -62,6 +62,10 @@ class Underway:
         finally:
             self._runs.discard(run)
 
+    def runs(self) -> frozenset[RequestRun]:
+        """Answers under way."""
+        return frozenset(self._runs)
+
     def refuse(self) -> None:
         """Take nothing new; what is under way goes on."""
         self._refusing = True

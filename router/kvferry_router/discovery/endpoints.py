@@ -7,6 +7,8 @@ import msgspec
 
 from kvferry_wire.pod import Role
 
+TERMINATING = "terminating, says Kubernetes"
+
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One pod as discovery names it. What it really is, it says itself (``/internal/v1/info``)."""
@@ -18,6 +20,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     state: int
     uid: str = ""  # of the pod, on Kubernetes: another uid is another pod, whatever its name and address
     withheld: str = ""  # why discovery wants nothing new sent there; empty when it has nothing against it
+
+    @property
+    def ending(self) -> bool:
+        """Whether the pod will end soon, says discovery."""
+        return self.withheld == TERMINATING
 
     def url(self, path: str) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -68,6 +68,11 @@ class PodRecord:
         self.info_due = False
         return new
 
+    def drains(self) -> bool:
+        """Whether it takes nothing new and ends soon. What it said last counts, also when it says no more."""
+        said = self.feed.load is not None and self.feed.load.draining
+        return said or self.endpoint.ending or (self.info is not None and self.info.draining)
+
     def why_unusable(self, model: str) -> str:
         """The reason why no leg may go there; empty when one may."""
         if self.endpoint.withheld:

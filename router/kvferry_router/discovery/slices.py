@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvferry_router.discovery.endpoints import Endpoint
+from kvferry_router.discovery.endpoints import TERMINATING, Endpoint
 from kvferry_wire.pod import Role
 
 SERVICE_LABEL = "kubernetes.io/service-name"
 HTTP_PORT, STATE_PORT = "http", "state"  # ports by name, as the pools' Services give them
-TERMINATING = "terminating, says Kubernetes"
 NOT_READY = "not ready, says Kubernetes"
 
 # Why an endpoint is no pod of the pool, or not used as one: values of a metric's label.
