@@ -1,6 +1,7 @@
 """The comparison as a picture (PNG), by matplotlib, which the extra ``bench`` brings."""
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ def why_not() -> str:
     """Why no plot can be made; empty when it can."""
     if importlib.util.find_spec("matplotlib") is not None:
         return ""
-    return "needs matplotlib, which is not installed: pip install 'kvferry[bench]'"
+    return f"needs matplotlib, which is not installed: {sys.executable} -m pip install matplotlib"
 
 
 def write_plot(report: Report, file: Path) -> None:
