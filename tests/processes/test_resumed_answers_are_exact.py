@@ -23,7 +23,7 @@ SPEC: dict[str, Any] = {
     "router": {"auth": "none", "requestDeadline": "90s", "disaggregation": {"minUncachedTokens": 32}},
     "transfer": {"lease": "3s"},
 }
-PREFILL = cast("Pod", "prefill-0")
+PREFILL: Pod = "prefill-0"
 DECODE = cast("tuple[Pod, ...]", ("decode-0", "decode-1"))
 PODS = (PREFILL, *DECODE)
 LONG = " A prompt that is long enough to be ferried."
