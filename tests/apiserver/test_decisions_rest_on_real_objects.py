@@ -1,6 +1,7 @@
 """Rendered objects meet real defaulting, validation, server-side apply and Pod Security."""
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from kvferry_operator.api.cluster import load_object
 from kvferry_operator.api.role import ROLE_KIND
 from kvferry_operator.plan.diff import first_difference
 from kvferry_operator.plan.effects import Apply, Create, Delete, Effect, Patch
-from kvferry_operator.plan.manifests.meta import APPLIED, Object
+from kvferry_operator.plan.manifests.meta import APPLIED, COMPONENT, Object
 from kvferry_operator.plan.manifests.names import keys_name
 from tests.apiserver.performer import GATEWAY, RealCluster, route_crd
 from tests.operator.cluster import SETTINGS
@@ -19,7 +20,6 @@ from tests.operator.manifests import make_manifest
 from tests.operator.profiles import PRIORITY, PROFILES
 from tests.support.api_server import ApiServer
 
-RESTRICTED = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
 NEW_REVISION = {"spec__engine": {"dtype": "float32"}}
 
 
@@ -33,29 +33,46 @@ def surroundings(api_server: ApiServer) -> None:
     )
 
 
+class Life:
+    """A service of one profile from its creation to rest, in a namespace that enforces Pod Security; tests share it."""
+
+    def __init__(self, server: ApiServer, manifest: Object) -> None:
+        self.server, self.manifest = server, manifest
+        namespace = server.namespace(labels={"pod-security.kubernetes.io/enforce": "restricted"})
+        server.service_account(namespace, SETTINGS.router_service_account)
+        self.cluster = RealCluster(server, manifest, namespace)
+        self.first = self.cluster.reconcile()
+        self.faults = self.cluster.faults
+        self.second = self.cluster.reconcile()
+        self.third = self.cluster.decide()
+        self.cluster.settle()
+        self.cluster.reconcile()  # the status of what was reported last
+
+
+@cache
+def live(server: ApiServer, profile: str) -> Life:
+    return Life(server, make_manifest(**PROFILES[profile]))
+
+
 @pytest.fixture(params=PROFILES)
-def manifest(request: pytest.FixtureRequest) -> Object:
-    return make_manifest(**PROFILES[request.param])
+def life(request: pytest.FixtureRequest, api_server: ApiServer) -> Life:
+    return live(api_server, request.param)
 
 
-def test_every_object_is_accepted_and_never_written_twice(
-    api_server: ApiServer, namespace: str, manifest: Object
-) -> None:
+def test_every_object_is_accepted_and_never_written_twice(life: Life) -> None:
     """One pass writes all, the next takes over the role objects, and then nothing is left to do: no object differs from
     what was asked for. Nor does a dry run of the same apply change anything."""
-    cluster = RealCluster(api_server, manifest, namespace)
-    first = cluster.reconcile()
-    assert cluster.faults == ()
-    assert {kind_of(effect) for effect in cluster.reconcile().effects} == {ROLE_KIND}
-    assert [said(effect) for effect in cluster.decide().effects] == []
-    for effect in first.effects:
+    assert life.faults == ()
+    assert {kind_of(effect) for effect in life.second.effects} == {ROLE_KIND}
+    assert [said(effect) for effect in life.third.effects] == []
+    client = life.server.client
+    for effect in life.first.effects:
         if isinstance(effect, Apply):
-            before = api_server.client.get(effect.object)
-            again = api_server.client.apply(effect.object, effect.manager, dryRun="All", fieldValidation="Strict")
+            before = client.get(effect.object)
+            again = client.apply(effect.object, effect.manager, dryRun="All", fieldValidation="Strict")
             assert before["metadata"]["resourceVersion"] == again["metadata"]["resourceVersion"]
             assert first_difference(unstamped(effect.object), again) is None
-    cluster.run()
-    assert [said(effect) for effect in cluster.decide().effects] == []
+    assert [said(effect) for effect in life.cluster.decide().effects] == []
 
 
 def kind_of(effect: Effect) -> str:
@@ -74,42 +91,30 @@ def unstamped(applied: Object) -> Object:
     return {**applied, "metadata": metadata | ({"annotations": rest} if rest else {})}
 
 
-def test_the_server_and_the_loader_read_one_manifest_alike(
-    api_server: ApiServer, namespace: str, manifest: Object
-) -> None:
+def test_the_server_and_the_loader_read_one_manifest_alike(life: Life) -> None:
     """What the server has defaulted and stored is, to the operator, what `kvferry up` reads from the file."""
-    cluster = RealCluster(api_server, manifest, namespace)
-    local = load_manifest(yaml.safe_dump(manifest), "f.yaml")
-    assert load_object(cluster.found()).spec == local.spec
+    local = load_manifest(yaml.safe_dump(life.manifest), "f.yaml")
+    assert load_object(life.cluster.found()).spec == local.spec
 
 
-def test_the_status_is_kept_whole(api_server: ApiServer, namespace: str, manifest: Object) -> None:
+def test_the_status_is_kept_whole(life: Life) -> None:
     """No field that is written to a status is unknown to its CRD, and what was written is read back."""
-    cluster = RealCluster(api_server, manifest, namespace)
-    cluster.settle()
-    decision = cluster.decide()
-    assert cluster.found()["status"] == decision.status
+    decision = life.cluster.decide()
+    assert life.cluster.found()["status"] == decision.status
     assert decision.role_statuses == {}
 
 
-def test_pods_of_every_template_are_restricted(api_server: ApiServer, manifest: Object) -> None:
-    """A namespace that enforces the Pod Security Standard `restricted` takes the pods, without a warning."""
-    namespace = api_server.namespace(labels=RESTRICTED)
-    api_server.service_account(namespace, SETTINGS.router_service_account)
-    cluster = RealCluster(api_server, manifest, namespace)
-    cluster.reconcile()
-    templates = {
-        child["metadata"]["name"]: child["spec"]["template"]
-        for child in cluster.children()
-        if child["kind"] == "Deployment"
-    }
-    assert len(templates) >= 2
-    for name, template in templates.items():
-        pod = {"apiVersion": "v1", "kind": "Pod", **template}
-        pod["metadata"] = {**template["metadata"], "name": name[:50], "namespace": namespace}
-        made = api_server.client.create(pod, fieldValidation="Strict")
-        mounted = [source for volume in made["spec"]["volumes"] for source in volume]
-        assert mounted.count("projected") == ("router" in name[-6:]), "a token is mounted that was not asked for"
+def test_pods_of_every_template_are_restricted(life: Life) -> None:
+    """A namespace that enforces the Pod Security Standard `restricted` takes them; the router's alone has a token."""
+    children = [child for child in life.cluster.children() if child["kind"] == "Deployment"]
+    assert len(children) >= 2
+    for child in children:
+        template, component = child["spec"]["template"], child["metadata"]["labels"][COMPONENT]
+        metadata = {**template["metadata"], "name": f"try-{component}", "namespace": life.cluster.namespace}
+        pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": metadata}
+        made = life.server.client.create(pod, dryRun="All", fieldValidation="Strict")
+        tokens = [volume for volume in made["spec"]["volumes"] if "projected" in volume]
+        assert len(tokens) == (component == "router")
 
 
 def test_a_new_revision_and_back(api_server: ApiServer, namespace: str) -> None:
