@@ -88,6 +88,6 @@ def _first_tokens(axes: "Axes", report: Report) -> None:
         axes.plot([place] * len(seconds), seconds, "o", color=COLOURS[side], alpha=0.6)
     axes.set_xticks(range(len(SIDES)), SIDES)
     axes.set_xlim(-0.5, len(SIDES) - 0.5)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * max(value for seconds in values for value in seconds))
     axes.set_ylabel("s")
     axes.set_title("time to first token of long prompts", fontsize=9)
