@@ -33,4 +33,4 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True):
     path: Path  # the folder or file that `load_model` takes
     source: str
     commit: str | None = None  # of a hub
-    bytes: int = 0  # of its files; 0 where it was here already and nobody counted
+    bytes: int  # of its files

@@ -36,10 +36,11 @@ def get(name: str, root: Path, options: FetchOptions) -> Fetched:
         raise FetchError(f"model {name!r}: the toy model has no files; serve it by this name", FetchReason.REFUSED)
     if Path(name).expanduser().exists():
         path = verified(Path(name).expanduser())
-        return Fetched(path=path, source=name)
+        return Fetched(path=path, source=name, bytes=_size(path))
     if name in demo.DEMO_MODELS:
         model = demo.DEMO_MODELS[name]
-        return Fetched(path=verified(demo.fetch_demo(model, root, options)), source=name)
+        path = verified(demo.fetch_demo(model, root, options))
+        return Fetched(path=path, source=name, bytes=_size(path))
     if name.startswith(("http://", "https://")):
         from kvferry_runtime.model.fetch.collect import collect
         from kvferry_runtime.model.fetch.web import web_store
@@ -73,3 +74,8 @@ def verified(path: Path) -> Path:
     except ModelError as error:
         raise FetchError.of_model(error) from error
     return path
+
+
+def _size(path: Path) -> int:
+    """Bytes of a model's files."""
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else (path,)) if file.is_file())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry_runtime.model.fetch import FetchError, default_root, fetch
+from kvferry_runtime.model.fetch import FetchError, FetchOptions, default_root, fetch, get
 from kvferry_runtime.model.fetch import demo as demos
 from kvferry_runtime.model.fetch.demo import DemoModel
 from tests.support.checkpoints import make_checkpoint, make_gguf
@@ -93,6 +93,8 @@ def test_a_local_folder_is_verified_and_returned(tmp_path: Path) -> None:
     """As it is, without a copy; a damaged one is refused."""
     path = make_checkpoint(tmp_path / "model")
     assert fetch(str(path), tmp_path / "models") == path
+    found = get(str(path), tmp_path / "models", FetchOptions(show="none"))
+    assert found.bytes == sum(file.stat().st_size for file in path.iterdir())
     (path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(FetchError, match="too few for a safetensors file"):
         fetch(str(path), tmp_path / "models")
