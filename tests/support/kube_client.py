@@ -7,6 +7,7 @@ import http.client
 import json
 import ssl
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -19,6 +20,7 @@ JSON = "application/json"
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 TIMEOUT_S = 30.0
+BUSY_S, POLL_S = 15.0, 0.05
 
 
 class Refused(Exception):
@@ -87,15 +89,23 @@ class KubeClient:
         return response.status, response.read()
 
     def call(self, method: str, path: str, body: Any = None, *, content_type: str = JSON, **query: str) -> Object:
-        """The answer's object. Raises ``Refused``."""
-        status, data = self.request(method, path, body, content_type=content_type, **query)
-        try:
-            answer: Object = json.loads(data)
-        except ValueError:
-            answer = {"message": data.decode("utf-8", "replace")}
-        if status >= 400:
-            raise Refused(status, answer)
-        return answer
+        """The answer's object. Raises ``Refused``.
+
+        A server that is not ready for a kind yet (429: the storage of a new or changed CRD is being set up) is asked
+        again, as clients do.
+        """
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            status, data = self.request(method, path, body, content_type=content_type, **query)
+            try:
+                answer: Object = json.loads(data)
+            except ValueError:
+                answer = {"message": data.decode("utf-8", "replace")}
+            if status < 400:
+                return answer
+            if status != 429 or time.monotonic() > deadline:
+                raise Refused(status, answer)
+            time.sleep(POLL_S)
 
     # ---- objects
 

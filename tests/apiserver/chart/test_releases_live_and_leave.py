@@ -188,27 +188,17 @@ def test_a_rollback_to_older_crds_hides_what_they_do_not_know(cluster: Cluster, 
     cluster.install(chart=edited(tmp_path, lambda spec: spec.pop("transfer")))
     cluster.run("upgrade", RELEASE)
     made = cluster.apply_service(spec__transfer={"lease": "20s"})
-    shown = make_shown(cluster)
+
+    def shown() -> Any:
+        found = cluster.service()
+        assert found is not None
+        return found["spec"].get("transfer")
+
     wait_for(lambda: shown() == made["spec"]["transfer"], "the field to be served")
     cluster.helm("rollback", RELEASE, "1", f"--namespace={HOME}")
     wait_for(lambda: shown() is None, "the older CRD to be served")
     cluster.run("upgrade", RELEASE)
     wait_for(lambda: shown() == made["spec"]["transfer"], "the newer CRD to be served")
-
-
-def make_shown(cluster: Cluster) -> Any:
-    """What the server shows of the service's transfer; the service itself is always there."""
-
-    def shown() -> Any:
-        try:
-            found = cluster.service()
-        except Refused as refused:  # storage is set up anew after a change of the CRD
-            assert refused.code == 429
-            return "unknown"
-        assert found is not None
-        return found["spec"].get("transfer")
-
-    return shown
 
 
 def test_crds_by_hand_can_be_upgraded_by_hand(cluster: Cluster, tmp_path: Path) -> None:
