@@ -8,6 +8,9 @@ from tests.simulation.world import Process, World
 # The engine's clock does not stop while its process does, so that all that was due happens at once.
 
 
+GRACE_S = 6.0  # of a pod that departs
+
+
 class Faults:
     """Begins and ends each fault of a scenario."""
 
@@ -103,6 +106,13 @@ class Faults:
         if pod.process.up:
             pod.available_since = float("inf")
             pod.post_later(Drain())
+
+    def depart(self, fault: Fault) -> None:
+        """It drains and ends, as told by a signal; another life follows."""
+        pod = self._fabric.pods[fault.target]
+        if pod.process.up and not pod.core.load().draining:
+            self.drain(fault)
+            pod.process.soon(0.1, pod.depart, self._world.now + GRACE_S)
 
     def _process(self, name: str) -> Process:
         return self._fabric.router.process if name == "router" else self._fabric.pods[name].process

@@ -65,6 +65,17 @@ def _check_queues(pod: "Pod") -> None:
         raise Violation("queue_cap", f"{pod.name}: {load.running} run; {pod.setup.max_running} may")
 
 
+def check_departure(pod: "Pod", until: float) -> None:
+    """Where nothing else goes wrong, a pod that drains has no leg left that another pod could have taken long ago."""
+    others = [
+        other.name
+        for other in pod.fabric.pods.values()
+        if other is not pod and other.setup.role in (pod.setup.role, "both") and other.available_since < until - 4.0
+    ]
+    if pod.fabric.profile.kinds == ("depart",) and others and pod.server.legs:
+        raise Violation("late_departure", f"{pod.name} still has {list(pod.server.legs)}; there are {others}")
+
+
 def check_forgotten(request: str, fabric: "Fabric") -> None:
     """A while after it has ended or its client has left, no pod has anything of a request."""
     if request in fabric.forged:

@@ -14,6 +14,7 @@ from kvferry_runtime.core.messages import (
     EngineEffect,
     EngineOutput,
     GrantLease,
+    HandedOver,
     HoldLease,
     LeaseEnded,
     LegKey,
@@ -26,6 +27,7 @@ from kvferry_runtime.core.messages import (
 from kvferry_runtime.core.plan import StepPlan, StepResult
 from kvferry_runtime.engine.state_stream import StateNumbers
 from kvferry_runtime.transfer.check import handle_fault
+from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.control import ControlReply, ControlRequest
 from kvferry_wire.data import ReadRequest
 from kvferry_wire.handle import KVHandle
@@ -40,7 +42,7 @@ from tests.simulation.reader_shell import ReaderShell
 from tests.simulation.scenario import BLOCK_SIZE, PodSetup
 from tests.simulation.server_shell import ServerShell
 from tests.simulation.toy_runner import ToyMemory, ToyRunner, check_tenants, check_writes
-from tests.simulation.world import Clock, Process, Timer, World
+from tests.simulation.world import Clock, Process, Timer, Violation, World
 
 _HOP_S = 0.0002  # between the server and the engine of a pod
 _IDLE_TICK_S = 0.25
@@ -133,6 +135,20 @@ class Pod:
         self.server.fail_all("the engine failed")
         self.fabric.cut_streams(self.name, "data")
         self.process.die()
+
+    def depart(self, until: float) -> None:
+        """Drain to the end: once no leg and no lease is left, or at `until` (the world's time), whatever is left."""
+        load = self.core.load()
+        left = bool(self.server.legs or not self.core.idle() or load.leases)
+        if left and self.world.now < until:
+            self.process.soon(0.1, self.depart, until)
+            return
+        self.world.count("departed_too_late" if left else "departed")
+        invariants.check_departure(self, until)
+        self.world.log(self.name, "", f"ends, legs left: {list(self.server.legs)}")
+        self.server.fail_all("the pod is stopping", "draining")
+        self.crash()
+        self.world.at(self.world.now + 0.5, None, self.restart)
 
     def restart(self) -> None:
         if not self.process.up:
@@ -234,6 +250,8 @@ class Pod:
         if fault is None:
             return event
         self.world.count(f"handle_{fault.reason.value}")
+        if fault.reason is RecomputeReason.HANDLE:  # nobody forges a handle of ours into another shape
+            raise Violation("false_handle", f"{self.name}: {fault.detail}", event.key.internal_id)
         self.process.log(event.key.internal_id, f"handle is not used: {fault.reason.value}")
         return msgspec.structs.replace(event, handle=None, recompute=fault.reason.value)
 
@@ -245,7 +263,7 @@ class Pod:
                     self._handles[effect.key] = self.owner.grant(effect)
                     self.leases[effect.key] = effect.lease_id
                     self.process.log(effect.key.internal_id, f"grants lease {effect.lease_id} on {effect.blocks[0]}")
-                case PrefilledOut():
+                case PrefilledOut() | HandedOver():
                     outputs.append(msgspec.structs.replace(effect, handle=self._handles.pop(effect.key, None)))
                 case HoldLease() | StartPull() | DropLease():
                     self._reached(effect)

@@ -11,6 +11,7 @@ from kvferry_router import flow_messages as messages
 from kvferry_router.admission import Admission
 from kvferry_router.flow import RequestFlow
 from kvferry_router.given import IdBudget
+from kvferry_router.moves import Moves, Place
 from kvferry_router.resumes import ResumeBudget, Suspects
 from kvferry_router.select.candidates import Ask
 from kvferry_router.select.policy import Decision, Policy
@@ -24,6 +25,7 @@ from tests.simulation import invariants
 from tests.simulation.answers import DONE, read_ending
 from tests.simulation.fabric import Fabric
 from tests.simulation.links import Stream
+from tests.simulation.pod import Pod
 from tests.simulation.router_view import PodView
 from tests.simulation.scenario import BLOCK_SIZE, Request, Scenario
 from tests.simulation.world import Clock, Process, Timer, Violation, World
@@ -88,6 +90,7 @@ class Router:
         self.admission = Admission(self.limits)
         self.budget = IdBudget(self.limits)
         self.resumes = ResumeBudget(self.limits)
+        self.moves = Moves(self.limits)
         self.suspects = Suspects(self.limits)
         self.served: dict[str, Served] = {}
         self.by_client: dict[Stream, Served] = {}
@@ -100,7 +103,26 @@ class Router:
 
     def _look_around(self) -> None:
         invariants.check_old_legs(self)
+        self._move_legs()
         self.process.soon(0.2, self._look_around)
+
+    def _move_legs(self) -> None:
+        """Ask legs to leave pods that drain."""
+        running = {
+            Place(name, *at): served
+            for name, served in self.served.items()
+            if served.flow is not None and (at := served.flow.movable()) is not None
+        }
+        for place in self.moves.due(running, self.view.pool.leaving(), self.process.now):
+            flow, pod = running[place].flow, self.fabric.pods[place.pod]
+            assert flow is not None
+            flow.asked_to_move()
+
+            def deliver(_: str, pod: Pod = pod, place: Place = place) -> None:
+                pod.server.on_handoff(place.internal_id, place.attempt)
+
+            what = f"move {place.internal_id}#{place.attempt}"
+            self.fabric.message("http", "router", pod.process, deliver, place.internal_id, what)
 
     def stop(self) -> None:
         """Told to stop, with no grace: what is under way ends in an error, what comes is refused."""

@@ -311,6 +311,29 @@ PROFILES = (
         faults=(0, 0),
         kinds=("crash",),
     ),
+    # Pods drain under running answers and come back; some are lost while they do.
+    Profile(
+        "departing",
+        shape=("prefill", "decode", "prefill", "decode"),
+        kinds=("depart", "depart", "depart", "crash", "pause", "cut_streams", "part_control"),
+        faults=(4, 9),
+        slowness=15.0,
+        spread=4.0,
+        longest_answer=True,
+        slow_data=0.1,
+        policies=("recompute", "retry", "fail"),
+    ),
+    # Nothing else goes wrong: no request fails, and answers move.
+    Profile(
+        "rolling",
+        shape=("prefill", "decode", "prefill", "decode"),
+        kinds=("depart",),
+        faults=(1, 3),
+        slowness=15.0,
+        spread=3.0,
+        longest_answer=True,
+        slow_data=0.05,
+    ),
     # Clients leave at each stage, and what they leave is free at once.
     Profile("staged", leaving_in=0.8, requests=(14, 22), slow_data=0.1, blocks=(16, 40), spread=0.1, slowness=6.0),
     Profile(

@@ -7,13 +7,15 @@ from kvferry_runtime.core.messages import (
     AbortLeg,
     EngineOutput,
     FailOut,
+    HandedOver,
+    HandOver,
     LegKey,
     PrefilledOut,
     StopChoice,
     Submit,
     TokensOut,
 )
-from kvferry_wire.frames import Alive, Begun, End, Fail, Frame, Prefilled, Tokens
+from kvferry_wire.frames import Alive, Begun, End, Fail, FailKind, Frame, Handoff, Prefilled, Tokens
 from kvferry_wire.leg import Leg
 from tests.simulation.answers import Ending, cut_at_stop, event, held_back, text_of
 from tests.simulation.links import Stream
@@ -57,6 +59,7 @@ class ServerShell:
         self._by_stream: dict[Stream, ServedLeg] = {}
         self.legs: dict[LegKey, ServedLeg] = {}
         self._ticks = 0
+        self._handed_over: set[LegKey] = set()
 
     # ---- a leg arrives
 
@@ -103,8 +106,12 @@ class ServerShell:
     def on_outputs(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             served = self.legs.get(output.key)
+            if output.key in self._handed_over:
+                raise Violation("after_handoff", f"{output!r}", output.key.internal_id)
+            if isinstance(output, HandedOver):
+                self._handed_over.add(output.key)
             if served is None:
-                if isinstance(output, PrefilledOut) and output.handle is not None:
+                if isinstance(output, (PrefilledOut, HandedOver)) and output.handle is not None:
                     self._pod.owner.answered(output.handle.lease_id, delivered=False)
                 continue
             match output:
@@ -112,6 +119,12 @@ class ServerShell:
                     self._on_tokens(served, output)
                 case PrefilledOut():
                     self._on_prefilled(served, output)
+                case HandedOver(handle=handle):
+                    assert handle is not None
+                    self._process.world.count("legs_moved")
+                    self._send(served, Handoff(handle=handle))
+                    self._pod.owner.answered(handle.lease_id, delivered=True)
+                    self._over(served)
                 case FailOut():
                     if output.kind == "cancelled":
                         self._process.world.count("legs_stopped_by_a_tombstone")
@@ -221,10 +234,17 @@ class ServerShell:
             self._over(served)
         self._pod.post_later(AbortLeg(key=key))
 
-    def fail_all(self, message: str) -> None:
-        """The engine is gone: every leg ends at once."""
+    def on_handoff(self, internal_id: str, attempt: int) -> None:
+        """Another pod will go on with the leg."""
+        key = LegKey(internal_id, attempt)
+        if key in self.legs:
+            self._process.log(internal_id, f"leg {attempt} is asked to leave")
+            self._pod.post_later(HandOver(key=key))
+
+    def fail_all(self, message: str, kind: FailKind = "internal") -> None:
+        """The engine is gone, or has to go: every leg ends at once."""
         for served in tuple(self.legs.values()):
-            self._send(served, Fail(kind="internal", message=message))
+            self._send(served, Fail(kind=kind, message=message))
             self._over(served)
 
     # ---- frames

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.simulation.bugs import of_blocks, of_kv, of_requests, of_resume
+from tests.simulation.bugs import of_blocks, of_drain, of_kv, of_requests, of_resume
 from tests.simulation.bugs.registry import BUGS, Bug
 from tests.simulation.run import run_scenario
 from tests.simulation.scenario import make_scenario
 
 MOST_SEEDS = 60
-PLANTED_BY = (of_kv, of_blocks, of_requests, of_resume)  # importing them fills the list
+PLANTED_BY = (of_kv, of_blocks, of_requests, of_resume, of_drain)  # importing them fills the list
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

@@ -13,7 +13,8 @@ from kvferry_operator.plan.models import facts_of
 from kvferry_operator.plan.pods import PodPlan, Slot
 from kvferry_operator.plan.resources import Resources, engine_resources
 
-GRACE_S = 60  # streams of a pod that leaves may end within it
+GRACE_S = 60  # from SIGTERM to SIGKILL, with what the pod lingers before
+DRAIN_S = 40  # of them, for legs to end or to move and for leases; the rest is for the end itself
 TMP, SHM = "1Gi", "256Mi"
 
 
@@ -33,7 +34,7 @@ def engine_deployment(context: Context, pod: PodPlan, pool: EngineRole, replicas
     startup_s = load_seconds(model_bytes(model, source))
     part = Part(
         image=image,
-        argv=arguments(pod, {Slot.MODEL: mount.argument}),
+        argv=(*arguments(pod, {Slot.MODEL: mount.argument}), "--drain", str(DRAIN_S)),
         resources=pool_resources(context, pod).rendered(),
         startup_s=startup_s,
         grace_s=GRACE_S,
