@@ -26,7 +26,9 @@ async def load(kubeconfig: str | None = None) -> Configuration:
     """
     made = Configuration()
     made.connection_pool_maxsize = CONNECTIONS
-    made.retries = 0
+    made.retries = None  # the queue's business
+    # Else each request asks the environment for proxies, in a thread; a kubeconfig may name one.
+    made.client_session_kwargs = {"trust_env": False}
     try:
         if kubeconfig is None and os.environ.get("KUBERNETES_SERVICE_HOST"):
             config.load_incluster_config(client_configuration=made)  # type: ignore[no-untyped-call]

@@ -1,7 +1,6 @@
 """Leadership as calls: reads and writes of the Lease as ``election`` says."""
 
 import asyncio
-from collections.abc import Callable
 
 from kvferry_operator.plan.manifests.meta import Object
 from kvferry_operator.shell.api import Api, ApiError
@@ -18,15 +17,12 @@ _log = logs.get_logger(__name__)
 class LeaseKeeper:
     """Runs one ``Election`` against a Lease object."""
 
-    def __init__(
-        self, api: Api, election: Election, *, namespace: str, name: str, clock: Clock, elected: Callable[[], None]
-    ) -> None:
+    def __init__(self, api: Api, election: Election, *, namespace: str, name: str, clock: Clock) -> None:
         self.election = election
         self.reached_at: float | None = None  # when the API server last answered about the Lease
         self._api = api
         self._where = {"namespace": namespace, "name": name}
         self._clock = clock
-        self._elected = elected
         self._told = ""
 
     async def run(self) -> str:
@@ -85,7 +81,6 @@ class LeaseKeeper:
         self.election.written(record_of(made), sent_at, now)
         if was == "candidate" and self.election.state == "leader":
             _log.info("leader", extra=logs.fields(identity=self.election.identity))
-            self._elected()
 
     def _failed(self, error: Exception) -> None:
         self._tell(f"the Lease cannot be reached: {error}")

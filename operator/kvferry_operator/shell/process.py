@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kubernetes.aio.client import ApiClient
@@ -33,6 +33,11 @@ DRAIN_S = 5.0  # for running passes when asked to stop
 QUIET_S = 2.0  # after the last object of a new list, before what it did not show is looked up
 TEND_S = 1.0
 CRDS_S = 2.0  # between looks for the CRDs
+BEGIN_S = 0.2  # between looks whether work may begin
+SETTLED_S = 1.0  # after the last object of the first lists
+LATELY_S = 60.0
+CHANGED_KEYS = 100_000
+OPTIONAL = frozenset({HTTP_ROUTE.kind})  # its CRD need not be installed
 BEAT_LATE_S = 30.0
 STUCK_S = 30.0
 UNREACHED_S = 30.0
@@ -78,18 +83,18 @@ class Operator:
         self.workers: Workers[ServiceKey] = Workers(
             self.reconciler.run, limits or QueueLimits(), clock.now, self.metrics.passed
         )
-        self._elected = asyncio.Event()
         self.keeper = LeaseKeeper(
             self.api,
             self.election,
             namespace=options.lease_namespace,
             name=options.lease_name,
             clock=clock.now,
-            elected=self._elected.set,
         )
         self._loop = asyncio.get_running_loop()
         self._watch_ended: asyncio.Future[BaseException | None] = self._loop.create_future()
-        self._kept: dict[Ref, tuple[ServiceKey, ...]] = {}  # services that a new version concerns, until they are added
+        self._working = False
+        self._changed_at: dict[ServiceKey, float] = {}  # while another one works
+        self._told_missing = ""
         self.watch = Watch(watched(options.settings), options.namespaces, self._handlers(), clock.now)
         self.streams = Streams(self.watch.streams(), clock.now())
         self._measure()
@@ -100,23 +105,49 @@ class Operator:
         """Work until told to stop (0) or until leadership or a part is lost (1)."""
         keeping: asyncio.Task[Any] = asyncio.create_task(self.keeper.run(), name="lease")
         stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
-        elected: asyncio.Task[Any] = asyncio.create_task(self._elected.wait(), name="elected")
         work: list[asyncio.Task[Any]] = []
         status = 0
         try:
-            await asyncio.wait((keeping, stopping, elected), return_when=asyncio.FIRST_COMPLETED)
-            if not stopping.done() and not keeping.done():
-                await self._await_kinds(stopping, keeping)
-            if not stopping.done() and not keeping.done():
+            ends = (keeping, stopping)
+            # Also who waits for the Lease watches: it can go on at once with what it knows.
+            if await self._until(self._kinds_served, ends, CRDS_S):
                 self.watch.start()
-                parts: tuple[Coroutine[Any, Any, Any], ...] = (self.workers.run(), self.recorder.run(), self._tend())
-                work += [asyncio.create_task(part) for part in parts]
-                await asyncio.wait([keeping, stopping, self._watch_ended, *work], return_when=asyncio.FIRST_COMPLETED)
+            if await self._until(self._may_begin, (*ends, self._watch_ended), BEGIN_S):
+                work = self._begin()
+                await asyncio.wait([*ends, self._watch_ended, *work], return_when=asyncio.FIRST_COMPLETED)
             status = self._ended(stopping, keeping, work)
         finally:
-            await self._wind_up(work, keeping, [stopping, elected])
+            await self._wind_up(work, keeping, stopping)
         _log.info("stopped", extra=logs.fields(why=stop.why or self.election.why))
         return status
+
+    async def _until(
+        self, true: Callable[[], Awaitable[bool]], ends: Sequence[asyncio.Future[Any]], every_s: float
+    ) -> bool:
+        """Wait for a condition; false if one of ``ends`` came first."""
+        while not any(end.done() for end in ends):
+            if await true():
+                return True
+            await asyncio.wait(ends, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+        return False
+
+    async def _may_begin(self) -> bool:
+        now = clock.now()
+        return self.election.may_write(now) and self.streams.settled(now, SETTLED_S, OPTIONAL)
+
+    def _begin(self) -> list[asyncio.Task[Any]]:
+        """Look at every service once; first at those that changed lately: who led before may not have seen it."""
+        self._working = True
+        since = clock.now() - LATELY_S
+        for key in self.cache.services():
+            self.workers.add(key, urgent=self._changed_at.get(key, 0.0) > since)
+        for key, at in self._changed_at.items():
+            if at > since:
+                self.workers.add(key)
+        self._changed_at.clear()
+        _log.info("begins to work", extra=logs.fields(services=len(self.workers.queue), objects=len(self.cache)))
+        parts = (self.workers.run(), self.recorder.run(), self._tend())
+        return [asyncio.create_task(part) for part in parts]
 
     def _ended(self, stopping: asyncio.Task[Any], keeping: asyncio.Task[Any], work: list[asyncio.Task[Any]]) -> int:
         """Say which part has ended first; the exit status."""
@@ -134,7 +165,7 @@ class Operator:
         return 0 if stopping.done() else LOST
 
     async def _wind_up(
-        self, work: list[asyncio.Task[Any]], keeping: asyncio.Task[Any], others: list[asyncio.Task[Any]]
+        self, work: list[asyncio.Task[Any]], keeping: asyncio.Task[Any], stopping: asyncio.Task[Any]
     ) -> None:
         """In order: take nothing new, end what runs, give the Lease away, end the watches."""
         self.workers.stop()
@@ -145,28 +176,24 @@ class Operator:
                     await self.recorder.flush()
             except TimeoutError:
                 _log.warning("some Events were not written")
-        for task in [*work, *others]:
+        ended = (*work, stopping, keeping)
+        for task in ended:
             task.cancel()
-        await asyncio.gather(*work, *others, return_exceptions=True)
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        await asyncio.gather(*ended, return_exceptions=True)
         await self.keeper.release()
         self.watch.stop()
 
-    async def _await_kinds(self, *ends: asyncio.Task[Any]) -> None:
-        """The watch layer looks only once which kinds there are: wait for the CRDs."""
-        told, needed = "", {SERVICE.kind, ROLE.kind}
-        while not any(task.done() for task in ends):
-            try:
-                missing = ", ".join(sorted(needed - await self.api.served(SERVICE.api_version)))
-            except ApiError as error:
-                missing = str(error)
-            if not missing:
-                return
-            if told != missing:
-                told = missing
-                _log.warning("waiting for the CRDs", extra=logs.fields(missing=missing))
-            await asyncio.wait(ends, timeout=CRDS_S)
+    async def _kinds_served(self) -> bool:
+        """The watch layer looks only once which kinds there are: the CRDs must be there before."""
+        needed = {SERVICE.kind, ROLE.kind}
+        try:
+            missing = ", ".join(sorted(needed - await self.api.served(SERVICE.api_version)))
+        except ApiError as error:
+            missing = str(error)
+        if missing and missing != self._told_missing:
+            _log.warning("waiting for the CRDs", extra=logs.fields(missing=missing))
+        self._told_missing = missing
+        return not missing
 
     async def _tend(self) -> None:
         """Look up what vanished while a watch was broken."""
@@ -198,25 +225,18 @@ class Operator:
                 pass  # the loop is closed: the process is ending
 
         return Handlers(
-            seen=lambda found: soon(self._seen, found),
-            changed=lambda found, listing: soon(self._changed, found, listing),
+            seen=lambda found, listing: soon(self._seen, found, listing),
             gone=lambda found: soon(self._gone, found),
             requested=lambda stream, watch, more: soon(self._requested, stream, watch, more),
             ended=lambda error: soon(self._watch_over, error),
         )
 
-    def _seen(self, found: Object) -> None:
-        if keys := self.cache.put(found):
-            self._kept[ref_of(found)] = keys
-
-    def _changed(self, found: Object, listing: bool) -> None:
-        ref = ref_of(found)
-        self._heard(ref, listing)
-        self._add(self._kept.pop(ref, ()))
+    def _seen(self, found: Object, listing: bool) -> None:
+        self._heard(ref_of(found), listing)
+        self._add(self.cache.put(found))
 
     def _gone(self, found: Object) -> None:
         self._heard(ref_of(found), False)
-        self._kept.pop(ref_of(found), None)
         self._add((*self.cache.remove(found), *concerns(found)))
 
     def _heard(self, ref: Ref, listing: bool) -> None:
@@ -234,7 +254,10 @@ class Operator:
 
     def _add(self, keys: tuple[ServiceKey, ...]) -> None:
         for key in dict.fromkeys(keys):
-            self.workers.add(key)
+            if self._working:
+                self.workers.add(key)
+            elif len(self._changed_at) < CHANGED_KEYS or key in self._changed_at:
+                self._changed_at[key] = clock.now()
 
     # ---- what it says of itself
 
@@ -256,15 +279,14 @@ class Operator:
         return ""
 
     def ready(self) -> str:
-        """Why this process does not do its part now: as a leader all is listed; waiting, it could take over."""
-        if self.election.state != "leader":
-            at = self.keeper.reached_at
-            if at is None or clock.now() - at > UNREACHED_S:
-                return "the Lease cannot be reached"
-            return ""
-        # An optional kind whose CRD is not installed is never listed.
-        missing = [kind for kind, _ in self.streams.unlisted() if kind != HTTP_ROUTE.kind]
-        return f"not listed yet: {', '.join(sorted(set(missing)))}" if missing else ""
+        """Why this process would not do its work now, or, waiting, could not take over."""
+        at = self.keeper.reached_at
+        if at is None or clock.now() - at > UNREACHED_S:
+            return "the Lease cannot be reached"
+        if self._told_missing:
+            return f"waits for the CRDs: {self._told_missing}"
+        missing = {kind for kind, _ in self.streams.unlisted()} - OPTIONAL
+        return f"not listed yet: {', '.join(sorted(missing))}" if missing else ""
 
     def _measure(self) -> None:
         measure, queue = self.metrics.measure, self.workers.queue

@@ -6,6 +6,8 @@ failed comes back after a back-off; what changes in between brings it forward, b
 passed. A key whose runs write all the time (somebody else keeps undoing it) is slowed down to one run per ``pace_s``.
 Keys that failed take at most half of the workers, so that the others never wait for them.
 
+Keys that changed go before those that come back by themselves, but for each fourth one.
+
 Where the API server asks for a pause, or cannot be reached, all keys pause; after it only few run at once until one
 has succeeded.
 """
@@ -19,6 +21,8 @@ import msgspec
 
 Key = TypeVar("Key", bound=Hashable)
 WARY_RUNS = 2
+CALM_TURN = 4  # of so many runs, one is of a key that comes back by itself, if one is due
+_Item = tuple[float, int, Key]
 
 
 class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +50,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Slot(msgspec.Struct, kw_only=True):
     due: float | None = None  # waiting
+    urgent: bool = False  # it changed
     running: bool = False
     changed: bool = False  # while running
     failures: int = 0
@@ -62,44 +67,35 @@ class WorkQueue(Generic[Key]):
         self._limits = limits
         self._spread = spread
         self._slots: dict[Key, _Slot] = {}
-        self._heap: list[tuple[float, int, Key]] = []
+        self._heaps: dict[bool, list[_Item[Key]]] = {True: [], False: []}  # urgent, and not
         self._order = itertools.count()
+        self._turn = 0
         self._running = 0
         self._running_failed = 0
         self._paused_until = 0.0
         self._wary = False  # since the last pause nothing has succeeded
 
-    def add(self, key: Key, now: float) -> None:
-        """Something about the key changed."""
+    def add(self, key: Key, now: float, *, urgent: bool = True) -> None:
+        """Something about the key changed; or, not urgent, it should be looked at some time."""
         slot = self._slots.get(key)
         if slot is None:
             slot = self._slots[key] = _Slot(tokens=self._limits.burst, filled_at=now)
         if slot.running:
             slot.changed = True
             return
-        self._wait(key, slot, max(now, slot.not_before))
+        self._wait(key, slot, max(now, slot.not_before), urgent)
 
     def take(self, now: float) -> Key | None:
         """The next key to run, if one is due and may run now."""
         if now < self._paused_until or (self._wary and self._running >= WARY_RUNS):
             return None
-        held: list[tuple[float, int, Key]] = []
-        found: Key | None = None
-        while self._heap and self._heap[0][0] <= now:
-            item = heapq.heappop(self._heap)
-            due, _, key = item
-            slot = self._slots.get(key)
-            if slot is None or slot.running or slot.due != due:
-                continue  # brought forward, or gone
-            if slot.failures and self._running_failed >= self._failed_cap():
-                held.append(item)
-                continue
-            found = key
-            self._start(slot, now)
-            break
-        for item in held:
-            heapq.heappush(self._heap, item)
-        return found
+        calm_first = self._turn % CALM_TURN == CALM_TURN - 1
+        for urgent in (not calm_first, calm_first):
+            key = self._pop(self._heaps[urgent], urgent, now)
+            if key is not None:
+                self._turn += 1
+                return key
+        return None
 
     def done(self, key: Key, now: float, outcome: Outcome) -> None:
         """A run of the key has ended. Raises ``KeyError`` for a key that does not run."""
@@ -125,19 +121,15 @@ class WorkQueue(Generic[Key]):
             return
         slot.not_before = now + paced
         if changed:
-            self._wait(key, slot, slot.not_before)
+            self._wait(key, slot, slot.not_before, True)
         else:
-            self._wait(key, slot, now + self._limits.resync_s * (0.8 + 0.4 * self._spread()))
+            self._wait(key, slot, now + self._limits.resync_s * (0.8 + 0.4 * self._spread()), False)
 
     def next_due(self) -> float | None:
         """When the next key is due; a time that has passed means as soon as a running one has ended."""
-        while self._heap:
-            due, _, key = self._heap[0]
-            slot = self._slots.get(key)
-            if slot is not None and not slot.running and slot.due == due:
-                return max(due, self._paused_until)
-            heapq.heappop(self._heap)
-        return None
+        dues = [self._peek(heap, urgent) for urgent, heap in self._heaps.items()]
+        found = [due for due in dues if due is not None]
+        return max(min(found), self._paused_until) if found else None
 
     def longest_run(self, now: float) -> float:
         """Seconds that the oldest running key has run for; 0 where none runs."""
@@ -159,6 +151,36 @@ class WorkQueue(Generic[Key]):
         return len(self._slots)
 
     # ---- inside
+
+    def _pop(self, heap: list[_Item[Key]], urgent: bool, now: float) -> Key | None:
+        held: list[_Item[Key]] = []
+        found: Key | None = None
+        while heap and heap[0][0] <= now:
+            item = heapq.heappop(heap)
+            if not self._valid(item, urgent):
+                continue
+            slot = self._slots[item[2]]
+            if slot.failures and self._running_failed >= self._failed_cap():
+                held.append(item)
+                continue
+            found = item[2]
+            self._start(slot, now)
+            break
+        for item in held:
+            heapq.heappush(heap, item)
+        return found
+
+    def _peek(self, heap: list[_Item[Key]], urgent: bool) -> float | None:
+        while heap:
+            if self._valid(heap[0], urgent):
+                return heap[0][0]
+            heapq.heappop(heap)
+        return None
+
+    def _valid(self, item: _Item[Key], urgent: bool) -> bool:
+        """Whether an entry still says when its key is due: it was not brought forward, taken, or forgotten."""
+        slot = self._slots.get(item[2])
+        return slot is not None and slot.due == item[0] and slot.urgent == urgent
 
     def _failed_cap(self) -> int:
         return max(1, self._limits.workers // 2)
@@ -185,16 +207,19 @@ class WorkQueue(Generic[Key]):
         delay = whole * (0.8 + 0.2 * self._spread())
         first = max(limits.backoff_first_s, paced)
         slot.not_before = now + first
-        self._wait(key, slot, slot.not_before if changed else max(slot.not_before, now + delay))
+        self._wait(key, slot, slot.not_before if changed else max(slot.not_before, now + delay), changed)
 
-    def _wait(self, key: Key, slot: _Slot, due: float) -> None:
-        if slot.due is None or due < slot.due:
-            slot.due = due
-            heapq.heappush(self._heap, (due, next(self._order), key))
-        if len(self._heap) > 4 * len(self._slots) + 64:
-            self._compact()
-
-    def _compact(self) -> None:
-        """Drop what was brought forward: the heap stays in proportion to the keys."""
-        self._heap = [item for item in self._heap if (slot := self._slots.get(item[2])) and slot.due == item[0]]
-        heapq.heapify(self._heap)
+    def _wait(self, key: Key, slot: _Slot, due: float, urgent: bool) -> None:
+        if slot.due is not None:
+            if urgent and not slot.urgent:
+                due = min(due, slot.due)
+            elif due >= slot.due:
+                return
+            urgent = urgent or slot.urgent
+        heap = self._heaps[urgent]
+        slot.due, slot.urgent = due, urgent
+        heapq.heappush(heap, (due, next(self._order), key))
+        if len(heap) > 4 * len(self._slots) + 64:
+            # What was brought forward goes: the heap stays in proportion to the keys.
+            heap[:] = [item for item in heap if self._valid(item, urgent)]
+            heapq.heapify(heap)

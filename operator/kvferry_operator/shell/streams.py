@@ -54,6 +54,12 @@ class Streams:
         """Streams that were never listed to the end."""
         return [stream for stream, state in self._states.items() if state.lists <= 1 and not state.listed]
 
+    def settled(self, now: float, quiet_s: float, optional: frozenset[str]) -> bool:
+        """Whether everything was seen once: all lists are over, and no further object of one came for ``quiet_s``.
+        Kinds in ``optional`` need not be there."""
+        unlisted = [stream for stream in self.unlisted() if stream[0] not in optional]
+        return not unlisted and all(now - state.showed_at >= quiet_s for state in self._states.values())
+
     def silent(self, now: float, after_s: float) -> list[Stream]:
         """Streams that neither asked nor heard anything for so long."""
         return [stream for stream, state in self._states.items() if now - state.heard_at > after_s]

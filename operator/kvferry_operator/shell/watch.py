@@ -1,8 +1,8 @@
 """The watch layer: kopf as an informer, in a thread and an event loop of its own.
 
-Only ``on.event`` and ``index`` handlers are registered, which keep no state in objects: kopf writes nothing, no
-annotation and no finalizer. The index handlers make it hold back all events until every kind has been listed, so that
-the first decision sees everything. A watcher that dies ends kopf, and with it this process.
+Only ``on.event`` handlers are registered, which keep no state in objects: kopf writes nothing, no annotation and no
+finalizer. Its indices are not used: their barrier at the start keeps every object of the first lists in memory at once.
+When everything has been seen is told by ``streams`` instead. A watcher that dies ends kopf, and with it this process.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ INACTIVITY_S = 70.0  # without even a bookmark: the connection is dead
 CONNECT_S, REQUEST_S = 5.0, 30.0
 CHUNK = 500  # objects of one list request
 RECONNECT_S = 1.0
+IDLE_S = 0.1  # after which kopf forgets the queue of an object
 BEAT_S = 1.0
 SILENT_S = SERVER_TIMEOUT_S + 2 * REQUEST_S  # a watch that lives has asked again by then
 _log = logs.get_logger(__name__)
@@ -36,14 +37,12 @@ class Handlers:
     def __init__(
         self,
         *,
-        seen: Callable[[Object], None],
-        changed: Callable[[Object, bool], None],
+        seen: Callable[[Object, bool], None],
         gone: Callable[[Object], None],
         requested: Callable[[Stream, bool, bool], None],
         ended: Callable[[BaseException | None], None],
     ) -> None:
-        self.seen = seen  # an object as it is now
-        self.changed = changed  # act on it, after everything was seen once; whether it comes from a list
+        self.seen = seen  # an object as it is now; whether it comes from a list
         self.gone = gone
         self.requested = requested  # stream, is a watch, is a further part of a list
         self.ended = ended
@@ -137,19 +136,14 @@ class Watch:
         return registry
 
     def _register(self, registry: kopf.OperatorRegistry, kind: Kind) -> None:
-        async def index(body: kopf.Body, **_: Any) -> None:
-            self._handlers.seen({"apiVersion": kind.api_version, "kind": kind.kind, **body})
-
         async def event(event: Any, **_: Any) -> None:
             found = {"apiVersion": kind.api_version, "kind": kind.kind, **event["object"]}
             if event["type"] == "DELETED":
                 self._handlers.gone(found)
             else:
-                self._handlers.changed(found, event["type"] is None)
+                self._handlers.seen(found, event["type"] is None)
 
-        where = (kind.group, kind.version, kind.plural)
-        kopf.index(*where, id=f"see-{kind.plural}", registry=registry)(index)
-        kopf.on.event(*where, id=f"act-{kind.plural}", registry=registry)(event)
+        kopf.on.event(kind.group, kind.version, kind.plural, id=kind.plural, registry=registry)(event)
 
     def _trace(self) -> aiohttp.TraceConfig:
         trace = aiohttp.TraceConfig()
@@ -194,6 +188,7 @@ def _settings(kinds: tuple[Kind, ...]) -> kopf.OperatorSettings:
     made.watching.inactivity_timeout = INACTIVITY_S
     made.watching.reconnect_backoff = RECONNECT_S
     made.watching.chunk_size = CHUNK
+    made.queueing.idle_timeout = IDLE_S
     made.networking.request_timeout = REQUEST_S
     made.networking.connect_timeout = CONNECT_S
     made.networking.error_backoffs = _Backoffs()

@@ -36,9 +36,9 @@ class Workers(Generic[Key]):
         self._stopping = False
         self.fenced = False  # a pass found that this process may not write any more
 
-    def add(self, key: Key) -> None:
-        """Look at a key soon."""
-        self.queue.add(key, self._clock())
+    def add(self, key: Key, *, urgent: bool = True) -> None:
+        """Look at a key soon; one that is not urgent after those that are."""
+        self.queue.add(key, self._clock(), urgent=urgent)
         self._changed.set()
 
     async def run(self) -> None:

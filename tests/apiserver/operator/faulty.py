@@ -71,6 +71,8 @@ class FaultyServer:
     def __init__(self, installation: Installation) -> None:
         self.rule: Rule = lambda asked: None
         self.seen: Counter[str] = Counter()
+        self.mute = False  # what open watches hear is lost
+        self._watches: set[aiohttp.ClientResponse] = set()
         self._upstream = installation.server.url
         self._number = 0
         self._loop: asyncio.AbstractEventLoop
@@ -89,6 +91,10 @@ class FaultyServer:
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(20)
         Path(self.kubeconfig).unlink()
+
+    def hang_up(self) -> None:
+        """End all watches that are open."""
+        self._loop.call_soon_threadsafe(lambda: [watch.close() for watch in tuple(self._watches)])
 
     # ---- in its thread
 
@@ -141,19 +147,25 @@ class FaultyServer:
                 return cut(request)
             made = web.StreamResponse(status=answer.status)
             made.content_type = answer.content_type
+            if asked.watch:
+                self._watches.add(answer)
             try:
                 await made.prepare(request)
-                await self._pass_on(made, answer, fault)
-            except ConnectionError:
-                pass  # who asked has gone
+                await self._pass_on(made, answer, fault, watch=asked.watch)
+            except (ConnectionError, aiohttp.ClientError):
+                pass  # who asked has gone, or was hung up on
+            finally:
+                self._watches.discard(answer)
             return made
 
-    async def _pass_on(self, made: web.StreamResponse, answer: aiohttp.ClientResponse, fault: Fault) -> None:
+    async def _pass_on(
+        self, made: web.StreamResponse, answer: aiohttp.ClientResponse, fault: Fault, *, watch: bool
+    ) -> None:
         send: Callable[[bytes], Awaitable[None]] = made.write
         try:
             async with asyncio.timeout(fault.watch_s):
                 async for part in answer.content.iter_any():
-                    if not fault.silent:
+                    if not (watch and (fault.silent or self.mute)):
                         await send(part)
         except TimeoutError:
             pass  # the watch was open long enough

@@ -71,11 +71,13 @@ class OperatorProcess:
         }
 
     def calls(self, *, lease: bool = False) -> float:
-        """Calls of the API so far but for lists and watches; those for the Lease are left out unless asked for."""
+        """Calls about objects so far but for lists and watches; those for the Lease are left out unless asked for."""
         return sum(
             value
             for name, value in self.metrics().items()
-            if name.startswith("kvferry:operator_api_calls_total") and (lease or 'kind="Lease"' not in name)
+            if name.startswith("kvferry:operator_api_calls_total")
+            and 'kind=""' not in name  # the look for the CRDs at the start
+            and (lease or 'kind="Lease"' not in name)
         )
 
     def leads(self) -> bool:

@@ -58,6 +58,32 @@ def test_keys_run_in_the_order_in_which_they_changed() -> None:
     assert [queue.take(10.0) for _ in range(4)] == ["c", "a", "b", None]
 
 
+def test_what_changed_goes_before_what_comes_back_by_itself() -> None:
+    """After a start all services are looked at, and nobody's change waits for that; each fourth turn is theirs."""
+    queue = make_queue(LIMITS)
+    for number in range(6):
+        queue.add(f"all-{number}", 0.0, urgent=False)
+        queue.add(f"new-{number}", 1.0)
+    taken = []
+    for _ in range(12):
+        key = queue.take(2.0)
+        assert key is not None
+        taken.append(key)
+        queue.done(key, 2.0, WELL)
+    assert [index for index, key in enumerate(taken) if key.startswith("all")] == [3, 7, 8, 9, 10, 11]
+    assert sorted(taken) == sorted({f"{kind}-{number}" for kind in ("all", "new") for number in range(6)})
+
+
+def test_a_change_makes_a_waiting_key_urgent() -> None:
+    """It does not wait at its former place."""
+    queue = make_queue(LIMITS)
+    for key in "abcd":
+        queue.add(key, 0.0, urgent=False)
+    queue.add("d", 1.0)
+    queue.add("d", 1.0, urgent=False)
+    assert [queue.take(1.0) for _ in range(5)] == ["d", "a", "b", "c", None]
+
+
 def test_a_failing_key_backs_off_to_a_cap() -> None:
     """0.5 s, doubled at each failure, at most 8 s."""
     queue, now, gaps = make_queue(), 0.0, []
@@ -160,7 +186,7 @@ def test_failing_keys_leave_half_of_the_workers_to_the_others() -> None:
         run(queue, 0.0, FAILED)
     for key in "xyz":
         queue.add(key, 5.0)
-    assert [queue.take(9.0) for _ in range(6)] == ["a", "b", "x", "y", "z", None]
+    assert [queue.take(9.0) for _ in range(6)] == ["x", "y", "z", "a", "b", None]
     queue.done("a", 9.5, FAILED)
     assert queue.take(9.5) == "c"
 
@@ -178,7 +204,7 @@ def test_a_pause_holds_all_keys_and_few_run_after_it() -> None:
     assert taken == ["b", "c", None]
     assert sum(key is not None for key in taken) == WARY_RUNS
     queue.done("b", 7.1, WELL)
-    assert [queue.take(7.1), queue.take(7.1)] == ["d", "e"]
+    assert [queue.take(7.1), queue.take(7.1)] == ["a", "d"]
 
 
 def test_more_to_do_runs_again_at_once() -> None:

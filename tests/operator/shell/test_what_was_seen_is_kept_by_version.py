@@ -111,6 +111,20 @@ def test_streams_are_unlisted_until_their_first_watch_begins() -> None:
     assert streams.unlisted() == [("Service", "ns")]
 
 
+def test_everything_was_seen_when_all_lists_are_over_and_it_is_quiet() -> None:
+    """Work begins only then; a kind whose CRD is not installed is not waited for."""
+    other = ("HTTPRoute", None)
+    streams = Streams((STREAM, other), 0.0)
+    assert not streams.settled(50.0, 1.0, frozenset({"HTTPRoute"}))
+    list_again(streams, "a", now=60.0)
+    assert not streams.settled(60.5, 1.0, frozenset({"HTTPRoute"}))
+    streams.heard(STREAM, ("ns", "b"), listing=True, now=60.9)
+    assert not streams.settled(61.5, 1.0, frozenset({"HTTPRoute"}))
+    streams.heard(STREAM, ("ns", "c"), listing=False, now=61.8)
+    assert streams.settled(61.9, 1.0, frozenset({"HTTPRoute"}))
+    assert not streams.settled(61.9, 1.0, frozenset())
+
+
 def test_what_a_new_list_does_not_show_is_doubtful_once() -> None:
     """kopf tells of no deletion that fell into a gap between two watches."""
     streams = Streams((STREAM,), 0.0)
