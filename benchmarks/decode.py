@@ -6,11 +6,13 @@
 Greedy, float32, end-of-sequence ignored, random prompts of 128 tokens, no prefix reuse. For each concurrency the
 rounds of the two sides alternate; figures are medians, the ratio is the median of the rounds' ratios.
 
-- decode tok/s: concurrency * (out - 1) / (time of a run with `out` tokens less time of a run with one token);
+- decode tok/s: tokens per second while all answers are in decode, from the last answer's first token to the first
+  answer's last one;
 - out tok/s: concurrency * out / time of the run, prompt included.
 
 Sides: the engine (scheduler, paged KV, runner: ``engine.loop``), transformers' batched ``generate``, and transformers'
-continuous batching (``generate_batch``) in a process of its own with a time limit.
+continuous batching (``generate_batch``) in a process of its own with a time limit; it does not say when a token came,
+so its decode figure is the difference of a whole run and a run of one token.
 
 Before any figure is printed, the engine's answers are judged by one pass of transformers over prompt and answer: each
 token must be the pick of the reference, within 1e-3 of its best logit.
@@ -27,13 +29,24 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 TARGETS = {1: 1.5, 8: 2.0, 32: 1.5}
+FEWEST_STEPS = 8  # of pure decode that a figure needs
 Prompts = Sequence[tuple[int, ...]]
-Generate = Callable[[Prompts, int], list[list[int]]]
+Clock = Callable[[], float]  # seconds
+
+
+class Run(NamedTuple):
+    """Answers to prompts, and when each step brought how many tokens to which of them."""
+
+    answers: list[list[int]]
+    steps: list[tuple[float, list[int]]]  # time of a step's end, indices of the answers that grew by one token
+
+
+Generate = Callable[[Prompts, int, Clock], Run]
 
 
 def main() -> int:
@@ -116,16 +129,32 @@ def random_prompts(args: argparse.Namespace, count: int, seed: int) -> list[tupl
     return [tuple(source.randrange(100, 20_000) for _ in range(args.prompt)) for _ in range(count)]
 
 
+def clock_of(args: argparse.Namespace) -> Clock:
+    return time.process_time if args.clock == "cpu" else time.perf_counter
+
+
 def measure(generate: Generate, prompts: Prompts, args: argparse.Namespace) -> tuple[float, float]:
     """(decode tok/s, out tok/s) of one run."""
-    clock = time.process_time if args.clock == "cpu" else time.perf_counter
+    clock = clock_of(args)
     started = clock()
-    generate(prompts, 1)
-    first = clock() - started
-    started = clock()
-    generate(prompts, args.out)
-    whole = clock() - started
-    return len(prompts) * (args.out - 1) / (whole - first), len(prompts) * args.out / whole
+    run = generate(prompts, args.out, clock)
+    return decode_rate(run.steps, len(prompts)), len(prompts) * args.out / (clock() - started)
+
+
+def decode_rate(steps: Sequence[tuple[float, list[int]]], count: int) -> float:
+    """Tokens per second of the steps in which all ``count`` answers were in decode."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, (_, grown) in enumerate(steps):
+        for index in grown:
+            first.setdefault(index, number)
+            last[index] = number
+    if len(first) != count:
+        raise RuntimeError(f"{len(first)} of {count} answers have tokens")
+    begin, end = max(first.values()), min(last.values())
+    if end - begin < FEWEST_STEPS:
+        raise RuntimeError(f"all answers were in decode for {end - begin} steps only; ask for more with --out")
+    return sum(len(grown) for _, grown in steps[begin + 1 : end + 1]) / (steps[end][0] - steps[begin][0])
 
 
 def print_row(concurrency: int, side: str, runs: Sequence[tuple[float, float]], ratio: str, target: str) -> None:
@@ -147,9 +176,10 @@ def make_engine(model: Path) -> tuple[Generate, str]:
     engine = built.engine
     runs = 0
 
-    def generate(prompts: Prompts, out: int) -> list[list[int]]:
+    def generate(prompts: Prompts, out: int, clock: Clock) -> Run:
         nonlocal runs
         runs += 1
+        steps: list[tuple[float, list[int]]] = []
         keys = {LegKey(f"run{runs}-{index}", 0): index for index in range(len(prompts))}
         answers: list[list[int]] = [[] for _ in prompts]
         for key, prompt in zip(keys, prompts, strict=True):
@@ -166,10 +196,13 @@ def make_engine(model: Path) -> tuple[Generate, str]:
             if engine.add(submit):
                 raise RuntimeError(f"the engine refuses {submit}")
         while engine.has_work:
+            grown = []
             for effect in engine.step():
                 if isinstance(effect, TokensOut):
                     answers[keys[effect.key]].extend(effect.ids)
-        return answers
+                    grown += [keys[effect.key]] * len(effect.ids)
+            steps.append((clock(), grown))
+        return Run(answers, steps)
 
     described = f"{built.config!r}; {'; '.join(built.loaded.reasons)}"
     return generate, described
@@ -195,14 +228,26 @@ class Transformers:
 
         return GenerationConfig(do_sample=False, max_new_tokens=out, eos_token_id=None, pad_token_id=0)
 
-    def generate(self, prompts: Prompts, out: int) -> list[list[int]]:
+    def generate(self, prompts: Prompts, out: int, clock: Clock) -> Run:
         import torch
+        from transformers import StoppingCriteriaList
 
         ids = torch.tensor([list(prompt) for prompt in prompts])
+        going_on = torch.zeros(len(prompts), dtype=torch.bool)
+        steps: list[tuple[float, list[int]]] = []
+
+        def tick(*_: Any, **__: Any) -> Any:  # asked by `generate` after each step whether to stop
+            steps.append((clock(), list(range(len(prompts)))))
+            return going_on
+
         with torch.inference_mode():
-            whole = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self.config(out))
-        answers: list[list[int]] = whole[:, ids.shape[1] :].tolist()
-        return answers
+            whole = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=self.config(out),
+                stopping_criteria=StoppingCriteriaList([tick]),
+            )
+        return Run(whole[:, ids.shape[1] :].tolist(), steps)
 
     def generate_continuous(self, prompts: Prompts, out: int) -> list[list[int]]:
         from transformers.generation import ContinuousBatchingConfig
@@ -227,7 +272,7 @@ def judge(engine: Generate, reference: Transformers, args: argparse.Namespace) -
     import torch
 
     prompts = random_prompts(args, max(args.concurrency), seed=99)
-    answers = engine(prompts, args.out)
+    answers = engine(prompts, args.out, time.perf_counter).answers
     close = 0
     for prompt, answer in list(zip(prompts, answers, strict=True))[:8]:
         with torch.inference_mode():
@@ -242,8 +287,17 @@ def judge(engine: Generate, reference: Transformers, args: argparse.Namespace) -
 def measure_continuous(args: argparse.Namespace) -> dict[str, float]:
     reference = make_reference(Path(args.model))
     prompts = random_prompts(args, args.concurrency[0], seed=0)
-    decode, out = measure(reference.generate_continuous, prompts, args)
-    return {"decode": decode, "out": out}
+    clock = clock_of(args)
+    started = clock()
+    reference.generate_continuous(prompts, 1)
+    first = clock() - started
+    started = clock()
+    reference.generate_continuous(prompts, args.out)
+    whole = clock() - started
+    return {
+        "decode": len(prompts) * (args.out - 1) / (whole - first),
+        "out": len(prompts) * args.out / whole,
+    }
 
 
 def continuous(args: argparse.Namespace, model: Path, concurrency: int) -> str:
