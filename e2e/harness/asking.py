@@ -36,7 +36,11 @@ class Answer:
 
     def told(self) -> str:
         """What is wrong with it, in words."""
-        return f"status {self.status}, finish {self.finish!r}, done {self.done}, error {self.error!r}, cut {self.cut!r}"
+        request, path = self.headers.get("x-request-id", "unknown"), self.path or "no path"
+        return (
+            f"{request} ({path}): status {self.status}, {len(self.text)} characters, finish {self.finish!r},"
+            f" done {self.done}, error {self.error!r}, cut {self.cut!r}"
+        )
 
 
 def request_body(prompt: str, max_tokens: int) -> str:

@@ -2,13 +2,14 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from e2e.harness.asking import Answer
 from e2e.harness.kubectl import Kubectl, Object, conditions, names
 from e2e.harness.waiting import wait_for
 
@@ -121,6 +122,15 @@ class Service:
                 name, _, value = line.rpartition(" ")
                 found[name] = float(value)
         return found
+
+    def router_log(self, answers: Iterable[Answer]) -> str:
+        """What the routers logged of answers, and around them."""
+        log = self.kubectl.run(
+            "logs", "--selector", f"{self.selector},app.kubernetes.io/component=router", "--tail=400"
+        )
+        marks = [answer.headers.get("x-request-id", "") or "no id" for answer in answers]
+        lines = [line for line in log.splitlines() if "discovery" in line or any(mark in line for mark in marks)]
+        return "\n".join(lines[-60:])
 
     def told(self) -> str:
         """Conditions, pods and events, for the message of a failed wait."""
