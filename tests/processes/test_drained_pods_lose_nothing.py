@@ -88,10 +88,11 @@ def streams(count: int, mark: str, tokens: int = TOKENS) -> list[Stream]:
     ]
 
 
-async def read_all(service: Service, found: list[Stream]) -> list["asyncio.Task[Stream]"]:
+async def read_all(
+    service: Service, client: aiohttp.ClientSession, found: list[Stream]
+) -> list["asyncio.Task[Stream]"]:
     """Begin them all, and wait until each has text."""
-    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=90))
-    tasks = [asyncio.create_task(stream.read(session, service.url())) for stream in found]
+    tasks = [asyncio.create_task(stream.read(client, service.url())) for stream in found]
 
     async def why_not() -> str:
         for task in tasks:
@@ -100,7 +101,6 @@ async def read_all(service: Service, found: list[Stream]) -> list["asyncio.Task[
         return "" if all(stream.text for stream in found) else "not every stream has begun"
 
     await until(why_not, 30)
-    asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: asyncio.ensure_future(session.close()))
     return tasks
 
 
@@ -120,8 +120,10 @@ async def counted(service: Service, name: Pod, counter: str) -> float:
 
 async def gone(process: psutil.Process, seconds: float) -> None:
     async def why_not() -> str:
-        running = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        return f"{process.pid} runs" if running else ""
+        try:
+            return "" if process.status() == psutil.STATUS_ZOMBIE else f"{process.pid} runs"
+        except psutil.NoSuchProcess:
+            return ""
 
     await until(why_not, seconds)
 
@@ -131,11 +133,11 @@ async def busiest(service: Service) -> Pod:
     return cast(Pod, max(counts, key=lambda name: counts[name]))
 
 
-async def test_streams_of_a_decode_pod_move_with_their_kv(service: Service) -> None:
+async def test_streams_of_a_decode_pod_move_with_their_kv(service: Service, client: aiohttp.ClientSession) -> None:
     """Eight streams: none fails, every token is the oracle's, each that moved says so and was pulled, not computed."""
     found = streams(8, "moved")
     before = {pod: await counted(service, pod, "kv_pulls_ok_total") for pod in DECODE}
-    tasks = await read_all(service, found)
+    tasks = await read_all(service, client, found)
     pod = await busiest(service)
     other = cast(Pod, "decode-1" if pod == "decode-0" else "decode-0")
     legs = (await legs_of(service, pod))[0]
@@ -152,3 +154,100 @@ async def test_streams_of_a_decode_pod_move_with_their_kv(service: Service) -> N
     # The other pod has pulled the prompts of its own legs, and all of the others.
     assert await counted(service, other, "kv_pulls_ok_total") - before[other] == len(found)
     assert await counted(service, other, "kv_recomputed_total") == 0
+
+
+async def test_prefill_under_load_fails_no_request(service: Service) -> None:
+    """Streams come one after the other while a prefill pod ends and comes back: all whole, all tokens right."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=90)) as session:
+
+        async def ask(client: int) -> None:
+            for number in range(6):
+                (stream,) = streams(1, f"load {client} {number}", tokens=20)
+                await stream.read(session, service.url())
+
+        tasks = [asyncio.create_task(ask(client)) for client in range(6)]
+        process = psutil.Process(service.signal("prefill-0", "server", signal.SIGTERM))
+        await gone(process, 12)
+        for task in tasks:
+            await task
+    assert "Traceback" not in service.log("prefill-0")
+
+
+async def test_source_killed_in_a_move_costs_no_token(service: Service, client: aiohttp.ClientSession) -> None:
+    """The pod is asked to drain and killed in the same moment: what was not pulled is computed again, exactly."""
+    found = streams(6, "killed")
+    tasks = await read_all(service, client, found)
+    pod = await busiest(service)
+    engine = service.pid(pod, "engine")
+    assert engine is not None
+    async with service.session() as session, session.post(service.url(pod) + "/internal/v1/drain") as response:
+        assert response.status == 204
+    await asyncio.sleep(0.1)  # the router hears of it, and asks
+    service.signal(pod, "server", signal.SIGKILL)
+    for task in tasks:
+        await task
+    told = [comment for stream in found for comment in stream.comments if "resumed" in comment]
+    assert told
+
+
+async def test_drain_shows_and_the_router_takes_the_streams(service: Service, client: aiohttp.ClientSession) -> None:
+    """`POST /internal/v1/drain` alone: the pod stays, tells that it drains, empties, and takes nothing new."""
+    found = streams(4, "shown")
+    tasks = await read_all(service, client, found)
+    pod = await busiest(service)
+    async with service.session() as session:
+        async with session.post(service.url(pod) + "/internal/v1/drain") as response:
+            assert response.status == 204
+
+        async def why_not() -> str:
+            info = await service.info(session, pod)
+            assert info.draining
+            return f"{info.legs} legs and {info.leases} leases" if info.legs or info.leases else ""
+
+        await until(why_not, 3)
+        metrics = await service.metrics(session, pod)
+        assert metrics["draining"] == 1
+        assert metrics["legs_moved_total"] >= 1
+        assert not any(task.done() for task in tasks)
+        for task in [*tasks, *await read_all(service, client, streams(3, "late", 20))]:
+            await task
+        assert (await service.info(session, pod)).legs == 0
+    service.signal(pod, "server", signal.SIGTERM)  # the next life takes legs again
+
+
+ALONE = SPEC | {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+
+
+@pytest.fixture(scope="module")
+def lone_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with running_service(tmp_path_factory.mktemp("alone"), ALONE) as service:
+        yield service
+
+
+async def test_streams_of_the_only_decode_pod_end_there(lone_pair: Service, client: aiohttp.ClientSession) -> None:
+    """Nobody could go on: they end well within the grace, and nothing of them is moved or lost."""
+    async with lone_pair.session() as session:
+        await lone_pair.wait_ready(session)
+    found = streams(4, "alone", tokens=80)
+    tasks = await read_all(lone_pair, client, found)
+    process = psutil.Process(lone_pair.signal("decode-0", "server", signal.SIGTERM))
+    for task in tasks:
+        await task
+    assert [stream.comments for stream in found] == [[]] * 4
+    await gone(process, 12)
+    assert "grace to drain is over" not in lone_pair.log("decode-0")
+
+
+async def test_a_second_signal_ends_a_drain_at_once(lone_pair: Service, client: aiohttp.ClientSession) -> None:
+    """Nobody waits for the grace who does not want to; the answer goes on at the pod's next life."""
+    async with lone_pair.session() as session:
+        await lone_pair.wait_ready(session)
+    found = streams(1, "twice", tokens=300)
+    tasks = await read_all(lone_pair, client, found)
+    process = psutil.Process(lone_pair.signal("decode-0", "server", signal.SIGTERM))
+    await asyncio.sleep(0.3)
+    assert process.is_running()
+    process.send_signal(signal.SIGTERM)
+    await gone(process, 2)
+    await tasks[0]
+    assert found[0].comments == [": kvferry resumed: dead"]
