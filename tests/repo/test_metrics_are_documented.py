@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from kvferry_operator.shell.metrics import OperatorMetrics
 from kvferry_router.discovery.api_server import REASONS
 from kvferry_router.discovery.slices import LEFT_OUT
 from kvferry_router.metrics import RouterMetrics
@@ -31,6 +32,11 @@ def documented() -> dict[str, tuple[str, ...]]:
     for name, labels in NAMED.findall(PAGE):
         found[name] = tuple(sorted(labels.split(","))) if labels else found.get(name, ())
     return found
+
+
+def process_of(name: str) -> str:
+    """The process that serves a metric."""
+    return next((kind for kind, begin in (("router", ROUTER), ("operator", OPERATOR)) if name.startswith(begin)), "pod")
 
 
 def served(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
@@ -67,15 +73,18 @@ def of_pod() -> CollectorRegistry:
     return PodMetrics(engine()).registry
 
 
-@pytest.mark.parametrize("process", ["router", "pod"])
+def of_operator() -> CollectorRegistry:
+    return OperatorMetrics(make_registry()).registry
+
+
+OF = {"router": of_router, "operator": of_operator, "pod": of_pod}
+
+
+@pytest.mark.parametrize("process", OF)
 def test_page_and_processes_agree(process: str) -> None:
     """No metric without its line, no line without its metric, and the same labels."""
-    own = served(of_router() if process == "router" else of_pod())
-    told = {
-        name: labels
-        for name, labels in documented().items()
-        if name.startswith(ROUTER) == (process == "router") and not name.startswith(OPERATOR)
-    }
+    own = served(OF[process]())
+    told = {name: labels for name, labels in documented().items() if process_of(name) == process}
     assert {name: own[name] for name in own if name not in told} == {}, "served, but not in docs/metrics.md"
     assert {name: told[name] for name in told if name not in own} == {}, "in docs/metrics.md, but not served"
     assert told == own

@@ -124,7 +124,9 @@ class Election:
         if self.state == "leader" and record.holder != self.identity:
             self._lose(f"{record.holder or 'nobody'} holds the Lease now")
         elif self.state == "candidate":
-            self._next = now if self._free(record, now) else now + self._times.retry_s
+            # At the latest when it expires, if nothing about it changes until then.
+            expires = self._seen_at + record.duration_s
+            self._next = now if self._free(record, now) else min(now + self._times.retry_s, expires)
         # A leader that had to look writes again at once.
 
     def written(self, record: LeaseRecord, sent_at: float, now: float) -> None:

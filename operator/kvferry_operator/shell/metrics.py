@@ -8,6 +8,16 @@ from kvferry_service.metrics import counter, gauge, histogram
 
 PASS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
+# Read when somebody asks for them (``measure``).
+GAUGES = {
+    "operator_leader": "1 while this process works",
+    "operator_queue_waiting": "Services that are due",
+    "operator_queue_running": "Services in work",
+    "operator_queue_failing": "Services whose last pass failed",
+    "operator_services": "Services seen",
+    "operator_objects": "Objects held in memory",
+}
+
 
 class OperatorMetrics:
     """All of them, on one registry."""
@@ -21,6 +31,7 @@ class OperatorMetrics:
         self._passes = histogram(registry, "operator_pass_seconds", "Time of one pass over a service", PASS_BUCKETS)
         self._failed = counter(registry, "operator_passes_failed", "Passes that are tried again")
         self.events_dropped = counter(registry, "operator_events_dropped", "Events that were not written")
+        self._gauges = {name: gauge(registry, name, text) for name, text in GAUGES.items()}
         self.vanished = counter(registry, "operator_vanished_objects", "Objects found gone after a new list")
 
     def called(self, verb: str, kind: str, code: int) -> None:
@@ -35,6 +46,6 @@ class OperatorMetrics:
         if failed:
             self._failed.inc()
 
-    def measure(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A gauge that is read when somebody asks."""
-        gauge(self.registry, name, text).set_function(value)
+    def measure(self, name: str, value: Callable[[], float]) -> None:
+        """Say how to read one of ``GAUGES``."""
+        self._gauges[name].set_function(value)

@@ -290,12 +290,12 @@ class Operator:
 
     def _measure(self) -> None:
         measure, queue = self.metrics.measure, self.workers.queue
-        measure("operator_leader", "1 while this process works", lambda: float(self.election.may_write(clock.now())))
-        measure("operator_queue_waiting", "Services that are due", lambda: float(queue.waiting(clock.now())))
-        measure("operator_queue_running", "Services in work", lambda: float(queue.running()))
-        measure("operator_queue_failing", "Services whose last pass failed", lambda: float(queue.failing()))
-        measure("operator_services", "Services seen", lambda: float(sum(1 for _ in self.cache.services())))
-        measure("operator_objects", "Objects held in memory", lambda: float(len(self.cache)))
+        measure("operator_leader", lambda: float(self.election.may_write(clock.now())))
+        measure("operator_queue_waiting", lambda: float(queue.waiting(clock.now())))
+        measure("operator_queue_running", lambda: float(queue.running()))
+        measure("operator_queue_failing", lambda: float(queue.failing()))
+        measure("operator_services", lambda: float(sum(1 for _ in self.cache.services())))
+        measure("operator_objects", lambda: float(len(self.cache)))
 
 
 async def serve(options: Options, stop: StopSignal, *, wrap: Wrap = lambda api: api) -> int:
