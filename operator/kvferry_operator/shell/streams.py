@@ -61,8 +61,9 @@ class Streams:
         return not unlisted and all(now - state.showed_at >= quiet_s for state in self._states.values())
 
     def silent(self, now: float, after_s: float) -> list[Stream]:
-        """Streams that neither asked nor heard anything for so long."""
-        return [stream for stream, state in self._states.items() if now - state.heard_at > after_s]
+        """Streams that have begun and neither asked nor heard anything for so long. One whose kind is not served never
+        begins."""
+        return [stream for stream, state in self._states.items() if state.lists and now - state.heard_at > after_s]
 
     def relisted(self, now: float, quiet_s: float) -> list[Stream]:
         """Streams that were listed again, and whose objects have come by (no further one for ``quiet_s``)."""

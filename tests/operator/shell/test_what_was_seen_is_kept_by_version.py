@@ -159,12 +159,13 @@ def test_a_list_whose_objects_still_come_by_is_waited_for() -> None:
 
 
 def test_a_stream_without_a_word_is_silent() -> None:
-    """A watch that lives asks again within its time-out."""
-    streams = Streams((STREAM, ("Service", None)), 0.0)
-    streams.requested(("Service", None), watch=True, more=False, now=300.0)
-    assert streams.silent(360.0, 350.0) == [STREAM]
-    streams.heard(STREAM, ("ns", "a"), listing=False, now=360.0)
+    """A watch that lives asks again within its time-out; one whose CRD is not installed never begins."""
+    streams = Streams((STREAM, ("HTTPRoute", None)), 0.0)
+    list_again(streams, now=10.0)
     assert streams.silent(360.0, 350.0) == []
+    assert streams.silent(360.1, 350.0) == [STREAM]
+    streams.heard(STREAM, ("ns", "a"), listing=False, now=360.0)
+    assert streams.silent(360.1, 350.0) == []
 
 
 def test_requests_of_unknown_streams_are_ignored() -> None:
