@@ -111,11 +111,18 @@ class PodPool:
         if need.resume and not need.ferried:
             decision = replace(self._choose(ask, hashes, now), reason="resume")
         else:
-            barred = {name for pair in self.barred(now) if need.beside in pair for name in pair}
-            ask = replace(ask, excluded=need.excluded | barred)
-            candidates = self.candidates(hashes, now)
-            decision = choose_again(ask, candidates, self._policy, self._rng, kind=need.kind, ferried=need.ferried)
+            decision = self._choose_again(ask, hashes, now, need)
         self.decisions.add(decision)
+        return decision
+
+    def _choose_again(self, ask: Ask, hashes: Hashes, now: float, need: NeedPod) -> Decision:
+        candidates = self.candidates(hashes, now)
+        barred = {name for pair in self.barred(now) if need.beside in pair for name in pair}
+        careful = replace(ask, excluded=need.excluded | barred)
+        decision = choose_again(careful, candidates, self._policy, self._rng, kind=need.kind, ferried=need.ferried)
+        if need.kind == "decode" and decision.decode is None and barred:
+            # A pod that can hardly get the KV is better than none: at worst it computes the prompt.
+            decision = choose_again(ask, candidates, self._policy, self._rng, kind="decode", ferried=need.ferried)
         return decision
 
     def ferried(self, prefill: str, decode: str, reason: str, now: float) -> None:
@@ -172,7 +179,7 @@ class PodPool:
             for record in self.table
             if record.drains()
             and record.info is not None
-            and any(_info(other).compat_hash == record.info.compat_hash for other in stand_ins)
+            and any(_same_work(_info(other), record.info) for other in stand_ins)
         )
 
     # ---- what the state streams say ----------------------------------------------------------------------------
@@ -198,6 +205,11 @@ class PodPool:
     def forget(self, pod: str) -> None:
         """A pod is gone: so are its entries."""
         self.index.drop(pod)
+
+
+def _same_work(one: PodInfo, other: PodInfo) -> bool:
+    """Whether an answer of one could go on at the other: as selection will ask (``select/filters.py``)."""
+    return (one.compat_hash, one.text_digest) == (other.compat_hash, other.text_digest)
 
 
 def _info(record: PodRecord) -> PodInfo:
