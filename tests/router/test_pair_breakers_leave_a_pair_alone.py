@@ -6,11 +6,18 @@ import pytest
 
 from kvferry_router.bookings import PodBookings
 from kvferry_router.breakers import BETWEEN_PODS, Breaker, Pair, PairBreakers
+from kvferry_router.discovery.endpoints import Endpoint
+from kvferry_router.discovery.pod_table import Probe
+from kvferry_router.flow_messages import NeedPod
+from kvferry_router.pool import PodPool
 from kvferry_router.select.candidates import Ask, Candidate
 from kvferry_router.select.policy import Policy, choose
 from kvferry_runtime.transfer.reasons import RecomputeReason
+from kvferry_wire import PROTOCOL_VERSION
 from kvferry_wire.limits import Limits
-from kvferry_wire.pod import Role
+from kvferry_wire.pod import PodInfo, PodPorts, Role
+
+from .builders import make_layout
 
 LIMITS = Limits(pair_failures=3, pair_open_s=1.0, pair_open_cap_s=8.0, pair_trial_s=10.0, pairs=4)
 PAIR = Pair("p1", "d1", "a", "b")
@@ -165,3 +172,76 @@ def test_selection_with_barred_pairs_is_the_best_of_all_others() -> None:
             (p.pod, d.pod): p.total_s + d.total_s for p in decision.scores["prefill"] for d in decision.scores["decode"]
         }
         assert costs[decision.prefill or "", decision.decode] <= min(costs[pair] for pair in allowed) + 1e-9
+
+
+def make_pool(*names: tuple[str, Role]) -> PodPool:
+    """Pods that are ready and have said what they are."""
+    pool = PodPool(limits=LIMITS, policy=Policy(disaggregate="always"), model="toy", rng=random.Random(1))
+    endpoints = [Endpoint(name=name, role=role, host="127.0.0.1", http=1, state=2) for name, role in names]
+    pool.table.replace(tuple(endpoints))
+    for record in pool.table:
+        record.probed(Probe("ready"))
+        record.informed(make_info(record.name, record.endpoint.role))
+    return pool
+
+
+def make_info(name: str, role: Role) -> PodInfo:
+    return PodInfo(
+        version="0",
+        protocol_version=PROTOCOL_VERSION,
+        incarnation=name,
+        epoch=1,
+        role=role,
+        model="toy",
+        model_digest="m",
+        text_digest="t",
+        compat_hash="c",
+        dtype="int64",
+        threads=1,
+        block_size=16,
+        total_blocks=1000,
+        max_model_len=4096,
+        max_running=8,
+        token_budget=64,
+        layout=make_layout(),
+        ports=PodPorts(http=1, control=0, data=0, state=2),
+        transfer_backends={},
+        attention_backends={},
+        draining=False,
+        limits=LIMITS,
+    )
+
+
+def test_answer_whose_kv_waits_at_a_barred_pair_still_gets_the_only_decode_pod() -> None:
+    """That pod may not get the KV, and computes the prompt then; no pod at all would be the end of the answer."""
+    pool = make_pool(("p1", "prefill"), ("d1", "decode"))
+    for _ in range(3):
+        pool.ferried("p1", "d1", "peer_dead", 0.0)
+    assert pool.barred(0.0) == {("p1", "d1")}
+    need = NeedPod("decode", frozenset(), "c", beside="p1", ferried=True, resume=True)
+    assert pool.choose_again(Ask("r", 500, 10, "t"), {}, 0.0, need).decode == "d1"
+    # A pod that failed on this request stays out, and a new request goes another way.
+    failed_here = NeedPod("decode", frozenset({"d1"}), "c", beside="p1", ferried=True, resume=True)
+    assert pool.choose_again(Ask("r", 500, 10, "t"), {}, 0.0, failed_here).decode is None
+    assert pool.choose(Ask("r", 500, 10, "t"), {}, 0.0).prefill is None
+
+
+def test_answer_whose_kv_waits_prefers_a_decode_pod_that_can_get_it() -> None:
+    """With another pod that gets KV from there, the barred one is left alone."""
+    pool = make_pool(("p1", "prefill"), ("d1", "decode"), ("d2", "decode"))
+    for _ in range(3):
+        pool.ferried("p1", "d1", "peer_dead", 0.0)
+    need = NeedPod("decode", frozenset(), "c", beside="p1", ferried=True)
+    assert {pool.choose_again(Ask("r", 500, 10, "t"), {}, 0.0, need).decode for _ in range(20)} == {"d2"}
+
+
+def test_pods_of_a_new_life_are_a_new_pair() -> None:
+    """The pool names pairs by incarnations: a pod that was started again is used at once."""
+    pool = make_pool(("p1", "prefill"), ("d1", "decode"))
+    for _ in range(3):
+        pool.ferried("p1", "d1", "peer_dead", 0.0)
+    record = pool.table.get("p1")
+    assert record is not None
+    record.informed(make_info("another life", "prefill"))
+    assert pool.barred(0.0) == frozenset()
+    assert pool.choose(Ask("r", 500, 10, "t"), {}, 0.0).prefill == "p1"

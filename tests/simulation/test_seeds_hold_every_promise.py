@@ -10,7 +10,7 @@ from tests.simulation.run import run_scenario
 from tests.simulation.scenario import PROFILES, STAGES, make_scenario
 from tests.simulation.shrink import shrink
 
-SEEDS = int(os.environ.get("KVFERRY_SIM_SEEDS", "500"))
+SEEDS = int(os.environ.get("KVFERRY_SIM_SEEDS", "1500"))
 
 # What so many seeds must have done at least, per 100 of them: a harness in which nothing happens shows nothing.
 WORK_PER_100 = {
