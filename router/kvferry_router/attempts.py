@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvferry_router.flow_messages import AbortLeg, Effect, Ferried, FinishLeg, Kind
+from kvferry_router.flow_messages import AbortLeg, Computed, Effect, Ferried, FinishLeg, Kind
 from kvferry_wire.limits import Limits
 
 
@@ -27,6 +27,12 @@ class Attempt:
     gained: bool = False
     sent: bool = False
     asked_to_move: bool = False
+
+    def has_computed(self, out: list[Effect]) -> None:
+        """The prompt is in KV; told once."""
+        if not self.computed:
+            self.computed = True
+            out.append(Computed(self.kind, self.pod))
 
     def ferried(self, reason: str, out: list[Effect]) -> None:
         """Its pod says, once, whether it has the KV, or why not."""

@@ -19,19 +19,15 @@ Rules:
 - A router that stops fails its answers as a pod's loss would, except one whose `End` is here.
 - A leg whose pod said that it failed, or refused it, is over there and is not aborted.
 - A handle that was received and led to no answer is withdrawn: the prefill leg is aborted by name after its end.
-
 - A leg that was asked to leave its pod ends in `Handoff`, as prefill's does in `Prefilled`: another pod goes on with
   its KV, or without it. That is no loss.
 """
 
-import msgspec
-
-from kvferry_router import failures
+from kvferry_router import failures, leg_faults
 from kvferry_router.answer import Answer
 from kvferry_router.attempts import Attempts
 from kvferry_router.flow_messages import (
     ClientGone,
-    Computed,
     Effect,
     Event,
     Failure,
@@ -52,17 +48,8 @@ from kvferry_router.flow_messages import (
 from kvferry_router.flow_states import TRANSITIONS, IllegalEventError, State
 from kvferry_router.given import Given, IdBudget
 from kvferry_router.holdings import Holdings
-from kvferry_router.leg_faults import (
-    CLOSED_AS,
-    FAILED_AS,
-    LEG_FAILURES,
-    LOST,
-    NEVER_TAKEN,
-    NO_FAULT_OF_THE_POD,
-    Fault,
-    recompute_reason,
-)
 from kvferry_router.losses import Losses
+from kvferry_router.next_leg import decode_leg, next_leg
 from kvferry_wire.frames import Alive, Begun, End, Fail, Frame, Handoff, Prefilled, Tokens
 from kvferry_wire.leg import ChoiceState, Leg
 from kvferry_wire.limits import Limits
@@ -249,22 +236,13 @@ class RequestFlow:
         self._open_leg("decode", self._decode_pod, self._deadline_at, now, out)
 
     def _open_leg(self, kind: Kind, pod: str, until: float, now: float, out: list[Effect]) -> None:
-        answer, decode = self._answer, kind == "decode"
+        answer, holds = self._answer, self._holds
         answer.leg_begins()
-        handle = self._holds.handle if decode else None
-        leg = msgspec.structs.replace(
-            self._leg,
-            attempt=self._attempts.begin(kind, pod, now, lender=self._holds.lease_pod if decode else None),
-            deadline_ms=max(1, int(1000 * (until - now))),
-            choices=answer.given.states(),
-            cached_tokens=answer.cached_tokens,
-            recompute=answer.recompute if decode else "",
-            handle=handle,
-            must_pull=self._policy != "recompute" and self._holds.must_ferry and decode and not answer.begun,
-            format=msgspec.structs.replace(self._leg.format, role_sent=answer.sent),
-            resumed=", ".join(self._losses.causes) if decode else "",
-            compat_hash=self._compat_hash,
-        )
+        number = self._attempts.begin(kind, pod, now, lender=holds.lease_pod if kind == "decode" else None)
+        leg = next_leg(self._leg, answer, attempt=number, left_s=until - now, compat_hash=self._compat_hash)
+        if kind == "decode":
+            must_pull = self._policy != "recompute" and holds.must_ferry and not answer.begun
+            leg = decode_leg(leg, answer, holds.handle, must_pull=must_pull, lost=self._losses.causes)
         out.append(OpenLeg(kind, pod, leg))
 
     # ---- frames ------------------------------------------------------------------------------------------------
@@ -342,7 +320,7 @@ class RequestFlow:
         if frame.kind == "transfer":
             self._answer.recompute = frame.param or "transfer"
             self._attempts.the_open.ferried(self._answer.recompute, out)
-        self._leg_failed(FAILED_AS[frame.kind], now, out, ended=True)
+        self._leg_failed(leg_faults.FAILED_AS[frame.kind], now, out, ended=True)
 
     def _tokens(self, frame: Tokens, now: float, out: list[Effect]) -> None:
         answer = self._answer
@@ -350,7 +328,7 @@ class RequestFlow:
             self._leg_failed("protocol", now, out)
             return
         if frame.ids:
-            self._computed(out)
+            self._attempts.the_open.has_computed(out)
             self._attempts.the_open.gained = True
             self._losses.gained()
         self._sent(answer.tokens(frame, now, out))
@@ -359,14 +337,8 @@ class RequestFlow:
         if not self._answer.ends(frame, now, out):
             self._leg_failed("protocol", now, out)
             return
-        self._computed(out)
+        self._attempts.the_open.has_computed(out)
         self.state, self._until = State.ENDING, now + self._limits.end_grace_s
-
-    def _computed(self, out: list[Effect]) -> None:
-        leg = self._attempts.the_open
-        if not leg.computed:
-            leg.computed = True
-            out.append(Computed("decode", leg.pod))
 
     def _sent(self, sent: bool) -> None:
         if sent:
@@ -384,11 +356,11 @@ class RequestFlow:
         elif self.state is State.ENDING and event.cause != "garbage":
             self._finish(now, out)  # `End` came whole; how the stream closed behind it says nothing more
         else:
-            ended, taken = event.cause in NEVER_TAKEN, event.cause != "refused"
-            self._leg_failed(CLOSED_AS[event.cause], now, out, ended=ended, taken=taken)
+            ended, taken = event.cause in leg_faults.NEVER_TAKEN, event.cause != "refused"
+            self._leg_failed(leg_faults.CLOSED_AS[event.cause], now, out, ended=ended, taken=taken)
 
     def _leg_failed(
-        self, how: Fault, now: float, out: list[Effect], *, ended: bool = False, taken: bool = True
+        self, how: leg_faults.Fault, now: float, out: list[Effect], *, ended: bool = False, taken: bool = True
     ) -> None:
         """The open leg is given up: another pod, another way, or the end.
 
@@ -402,11 +374,11 @@ class RequestFlow:
         else:
             self._attempts.abort(out)
         self._losses.add(leg.kind, leg.pod, how, taken=taken, gained=leg.gained, now=now)
-        if how not in NO_FAULT_OF_THE_POD:
+        if how not in leg_faults.NO_FAULT_OF_THE_POD:
             out.append(PodFailed(leg.pod, leg.kind, how))
         self._holds.release(leg.kind, out)
         if leg.kind == "prefill":
-            self._answer.recompute = recompute_reason(how)
+            self._answer.recompute = leg_faults.recompute_reason(how)
             self._after_prefill_failed(how, now, out)
         elif how == "deadline":
             self._fail(failures.DEADLINE, now, out)
@@ -419,16 +391,16 @@ class RequestFlow:
                 self._answer.rewind()
             if leg.gained:
                 self._holds.withdraw(out)  # decode has read the KV, or has not: the next leg does without it
-            self._after_decode_failed(how, now, out, lost=taken and (how in LOST or leg.gained))
+            self._after_decode_failed(how, now, out, lost=taken and (how in leg_faults.LOST or leg.gained))
 
-    def _after_prefill_failed(self, how: Fault, now: float, out: list[Effect]) -> None:
+    def _after_prefill_failed(self, how: leg_faults.Fault, now: float, out: list[Effect]) -> None:
         reason = self._losses.why_give_up(patient=True)
         most = 2 if self._policy == "recompute" else self._limits.prefill_attempts
         full = self._policy != "recompute" and self._losses.prefill_is_full
         if now >= self._deadline_at:
             self._fail(failures.DEADLINE, now, out)
         elif reason is not None:
-            self._give_up(reason, LEG_FAILURES[how], now, out)
+            self._give_up(reason, leg_faults.LEG_FAILURES[how], now, out)
         elif not self._answer.begun and (self._prefill_legs < most or full):
             self._choose_prefill(out)
         else:
@@ -448,7 +420,7 @@ class RequestFlow:
         else:
             self._choose_prefill(out)
 
-    def _after_decode_failed(self, how: Fault, now: float, out: list[Effect], *, lost: bool) -> None:
+    def _after_decode_failed(self, how: leg_faults.Fault, now: float, out: list[Effect], *, lost: bool) -> None:
         """``lost``: the pod had the leg, and something of it."""
         if self._answer.leg_lost(how, lost=lost):
             self._losses.causes.append(how)
@@ -457,7 +429,7 @@ class RequestFlow:
         if reason is None:
             self._choose_decode(out)
         else:
-            self._give_up(reason, LEG_FAILURES[how], now, out)
+            self._give_up(reason, leg_faults.LEG_FAILURES[how], now, out)
 
     def _patient(self) -> bool:
         """Whether there is an answer to be saved, so that it is worth while to wait for a pod."""
