@@ -45,6 +45,8 @@ STATUS = {
     "huge_header": 502,
     "no_http": 502,
 }
+# The pod is back after each loss: the request is given up as one that takes engines down.
+LOST_AGAIN_AND_AGAIN = dict.fromkeys(("cut", "cut_frame", "half_frame", "no_end"), 500)
 
 
 def make_pods(*decode: str) -> tuple[ScriptedPod, ...]:
@@ -161,8 +163,10 @@ async def test_only_decode_pod_failing_before_a_token_is_a_real_status(
     async with running(tmp_path, p, d, flags=("--disaggregate", "never")) as router:
         async with router.complete(PROMPT, stream=stream) as response:
             error = (await response.json())["error"]
-            assert response.status == STATUS.get(fault, 503)
+            assert response.status == (STATUS | LOST_AGAIN_AND_AGAIN).get(fault, 503)
             assert ("Retry-After" in response.headers) == (response.status in (429, 503))
+        if fault in LOST_AGAIN_AND_AGAIN:
+            assert error["code"] == "engine_lost_repeatedly"
         assert set(error) == {"message", "type", "param", "code"}
         assert "0x" not in error["message"]
         if fault in CLIENT_FAULTS:
