@@ -1,5 +1,6 @@
 """Random manifests: a good one, changed at a few places to values that are at, beside, or far from what is accepted."""
 
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -98,7 +99,7 @@ class Fuzz:
         chance = self._random.random()
         kind = "text" if schema.get("x-kubernetes-int-or-string") else schema.get("type")
         if chance < 0.15:
-            return self._random.choice(ANYTHING)
+            return copy.deepcopy(self._random.choice(ANYTHING))
         if "enum" in schema:
             return self._random.choice(schema["enum"])
         if kind in ("integer", "number"):

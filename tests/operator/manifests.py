@@ -21,7 +21,10 @@ BASE: dict[str, Any] = {
 
 
 def make_manifest(**changes: Any) -> dict[str, Any]:
-    """The base manifest with values set at dotted paths (``__`` for the dot); ``...`` removes the field."""
+    """The base manifest with values set at dotted paths (``__`` for the dot); ``...`` removes the field.
+
+    Nothing in it is shared: whoever changes the manifest changes no table that the values came from.
+    """
     manifest = copy.deepcopy(BASE)
     for path, value in changes.items():
         holder: Any = manifest
@@ -31,7 +34,7 @@ def make_manifest(**changes: Any) -> dict[str, Any]:
         if value is ...:
             del holder[leaf]
         else:
-            holder[leaf] = value
+            holder[leaf] = copy.deepcopy(value)
     return manifest
 
 
