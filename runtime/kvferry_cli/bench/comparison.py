@@ -29,7 +29,8 @@ from kvferry_wire.pod import PodInfo
 if TYPE_CHECKING:
     import aiohttp
 
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+# SIGINT by name: a shell starts background jobs with it ignored, and Python then raises nothing.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_WRONG_SHOWN = 5
 
 Tell = Callable[[str], None]
@@ -90,7 +91,6 @@ def measure(asked: Asked, tell: Tell) -> Measured:
 
     Raises:
         UserError: something could not be started, did not end in time, or answered wrongly. The logs are kept then.
-        KeyboardInterrupt: by Ctrl-C; no process is left.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvferry-bench-"))
     before = os.getloadavg()[0]
@@ -271,7 +271,7 @@ def _setup(service: RunningSide, infos: Mapping[str, PodInfo], cores: Mapping[st
 
 @contextlib.contextmanager
 def _signals_cancel_this_task() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the run in order, as Ctrl-C does. Raises ``UserError`` when one came."""
+    """Signals end the run in order. Raises ``UserError`` when one came."""
     loop, task, got = asyncio.get_running_loop(), asyncio.current_task(), list[signal.Signals]()
     assert task is not None
 
@@ -294,7 +294,7 @@ def _signals_cancel_this_task() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise ``UserError`` while no event loop answers them."""
+    """Signals raise ``UserError`` while no event loop answers them."""
 
     def end(number: int, _: object) -> None:
         raise UserError(f"ended by {signal.Signals(number).name}", ExitCode.INTERRUPTED)
