@@ -8,7 +8,7 @@ their folders into each node, and each node's containerd into every container, s
 start the same commands as the shipped ones, as the same user. OUT gets
 
     images.tar     the archive to load, with every tag
-    mounts.json    the folders to mount, each at its own path
+    mounts.json    the folders to mount, and where
     wheels/        the demo model's wheel: the package index of pods that have no network (PIP_FIND_LINKS)
 """
 
@@ -38,6 +38,8 @@ TAG = "e2e"
 NAMES = ("kvferry/operator", "kvferry/router", "kvferry/runtime")
 CODE = "/opt/kvferry/lib"
 WHEELS = "/opt/kvferry/wheels"
+# The environment's place in pods, whatever it is here: a checkout below /tmp would lie under the pods' own /tmp.
+ENVIRONMENT = "/opt/kvferry/environment"
 HUB = "http://hub.kvferry-e2e-hub:8000"  # of tests that let a hub refuse a model
 HUB_TAG = f"{TAG}-hub"
 SHARED = ("/usr", "/usr/local", "/")  # prefixes too wide to mount
@@ -131,11 +133,12 @@ def write_images(out: Path) -> None:
     """Write everything into the folder."""
     folders = interpreter_folders()
     fetch_wheels(out / "wheels")
-    mounts = [{"source": str(folder), "destination": str(folder)} for folder in folders]
+    places = {str(folder): str(folder) for folder in folders} | {sys.prefix: ENVIRONMENT}
+    mounts = [{"source": source, "destination": destination} for source, destination in places.items()]
     mounts.append({"source": str(out / "wheels"), "destination": WHEELS})
     (out / "mounts.json").write_text(json.dumps(mounts, indent=1) + "\n")
     env = [
-        f"PATH={sys.prefix}/bin:/usr/bin:/bin",
+        f"PATH={ENVIRONMENT}/bin:/usr/bin:/bin",
         f"PYTHONPATH={CODE}",
         "PYTHONSAFEPATH=1",
         "PIP_NO_INDEX=1",
