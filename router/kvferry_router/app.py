@@ -73,7 +73,7 @@ class RouterApp:
         self._open = auth.OPEN_ROUTES | {
             (method, path) for method in ("GET", "HEAD") for path in ("/readyz/router", "/internal/v1/decisions")
         }
-        self._joined = False
+        self._joined = False  # whether it once knew all that it needs to answer as well as any other router
         self._authenticate = authenticate
         self._why_closed = why_closed
 
