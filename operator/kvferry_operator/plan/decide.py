@@ -137,9 +137,7 @@ def _effects(
     }
     step = next_step(states, chosen.revision)
     now = {role: step[role][chosen.revision] if role in step else wanted[role] for role in wanted}
-    running = {pool.revision for state in states.values() for pool in state.pools if pool.replicas}
-    older = tuple(sorted(running - {chosen.revision}))
-    applied = objects(context, now, older)
+    applied = objects(context, now)
     effects: list[Effect] = []
     if keys is not None:
         effects.append(Create(object=key_secret(owner, keys), manager=SEED_MANAGER))

@@ -28,12 +28,11 @@ def check_cluster(context: Context) -> None:
         raise PlanError("\n".join(faults))
 
 
-def objects(context: Context, replicas: Mapping[str, int], revisions: tuple[str, ...] = ()) -> tuple[Object, ...]:
+def objects(context: Context, replicas: Mapping[str, int]) -> tuple[Object, ...]:
     """What is applied: everything but what is only ever created (the key Secret, role objects).
 
     Args:
         replicas: pods of each role at the current revision.
-        revisions: older ones of which pods still run; their flows stay open.
 
     Raises:
         PlanError: no cluster can run it.
@@ -44,7 +43,7 @@ def objects(context: Context, replicas: Mapping[str, int], revisions: tuple[str,
     made: list[Object] = [
         support.engine_account(owner),
         support.plan_notes(owner, plan, all_notes(context), context.commits),
-        *policies.policies(owner, context.settings, (plan.revision, *revisions), store_ports=ports),
+        *policies.policies(owner, context.settings, store_ports=ports),
         *(services.pool_service(owner, pod) for pod in plan.templates if pod.role != "router"),
         services.client_service(owner, spec.router),
         *(support.budget(owner, pod.role) for pod in plan.templates),

@@ -1,8 +1,10 @@
 """NetworkPolicies: nothing in or out, then each flow of the service by name.
 
-Clients reach the router; the router its engines; decode engines the KV ports of prefill engines of their own revision;
-monitoring the engines' metrics. Out go DNS and the API server for routers, DNS and the model store for pods that fetch.
-A policy knows pods, not containers: where the fetching container may reach the store, so may the engine beside it.
+Clients reach the router; the router its engines; decode engines the KV ports of the service's engines: of prefill, and
+of decode pods that answers leave. Pods of another revision are among them, since answers go on there in a rollout that
+leaves KV as it is; where it does not, the handshake refuses. Monitoring reaches the engines' metrics. Out go DNS and
+the API server for routers, DNS and the model store for pods that fetch. A policy knows pods, not containers: where the
+fetching container may reach the store, so may the engine beside it.
 """
 
 from ipaddress import IPv4Network, IPv6Network
@@ -19,13 +21,10 @@ LINK_LOCAL = {4: "169.254.0.0/16", 6: "fe80::/10"}
 EVERYWHERE = {4: str(IPv4Network((0, 0))), 6: str(IPv6Network((0, 0)))}
 
 
-def policies(
-    owner: Owner, settings: ClusterSettings, revisions: tuple[str, ...], *, store_ports: tuple[int, ...]
-) -> list[Object]:
+def policies(owner: Owner, settings: ClusterSettings, *, store_ports: tuple[int, ...]) -> list[Object]:
     """All policies of a service.
 
     Args:
-        revisions: of which pods run or are to run.
         store_ports: at which the engines' pods fetch their model; none where they do not.
     """
     if not settings.network_policies:
@@ -34,7 +33,6 @@ def policies(
         _policy(owner, "deny", selector(owner.name), ingress=[], egress=[]),
         _router(owner, settings),
         *(_engine(owner, role, settings, store_ports) for role in ENGINE_ROLES),
-        *(policy for revision in revisions for policy in _kv(owner, revision)),
     ]
 
 
@@ -50,52 +48,29 @@ def _router(owner: Owner, settings: ClusterSettings) -> Object:
 
 
 def _engine(owner: Owner, role: str, settings: ClusterSettings, store_ports: tuple[int, ...]) -> Object:
-    ingress: list[Object] = [{"from": [_pods(owner, "router")], "ports": _ports(HTTP, STATE)}]
+    ingress: list[Object] = [
+        {"from": [_pods(owner, "router")], "ports": _ports(HTTP, STATE)},
+        {"from": [_pods(owner, "decode")], "ports": _ports(CONTROL, DATA)},
+    ]
     if settings.monitoring_namespaces:
         watching = [_namespace(name) for name in settings.monitoring_namespaces]
         ingress.append({"from": watching, "ports": _ports(HTTP)})
     egress = [_dns(settings), _outside(store_ports)] if store_ports else []
+    if role == "decode":
+        egress.append({"to": [_pods(owner, each) for each in ENGINE_ROLES], "ports": _ports(CONTROL, DATA)})
     return _policy(owner, role, selector(owner.name, role), ingress=ingress, egress=egress)
 
 
-def _kv(owner: Owner, revision: str) -> list[Object]:
-    """KV goes from prefill to decode of one revision; decode connects."""
-    ports = _ports(CONTROL, DATA)
-    prefill, decode = (selector(owner.name, role, revision) for role in ENGINE_ROLES)
-    return [
-        _policy(
-            owner,
-            f"prefill-{revision}",
-            prefill,
-            ingress=[{"from": [{"podSelector": {"matchLabels": decode}}], "ports": ports}],
-            revision=revision,
-        ),
-        _policy(
-            owner,
-            f"decode-{revision}",
-            decode,
-            egress=[{"to": [{"podSelector": {"matchLabels": prefill}}], "ports": ports}],
-            revision=revision,
-        ),
-    ]
-
-
 def _policy(
-    owner: Owner,
-    suffix: str,
-    chosen: dict[str, str],
-    *,
-    ingress: list[Object] | None = None,
-    egress: list[Object] | None = None,
-    revision: str | None = None,
+    owner: Owner, suffix: str, chosen: dict[str, str], *, ingress: list[Object], egress: list[Object]
 ) -> Object:
-    spec: Object = {"podSelector": {"matchLabels": chosen}, "policyTypes": []}
-    for direction, rules in (("Ingress", ingress), ("Egress", egress)):
-        if rules is not None:
-            spec["policyTypes"].append(direction)
-            spec[direction.lower()] = rules
-    name = child(owner.name, suffix)
-    return make_object("networking.k8s.io/v1", "NetworkPolicy", name, owner, {"spec": spec}, revision=revision)
+    spec: Object = {
+        "podSelector": {"matchLabels": chosen},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": ingress,
+        "egress": egress,
+    }
+    return make_object("networking.k8s.io/v1", "NetworkPolicy", child(owner.name, suffix), owner, {"spec": spec})
 
 
 def _ports(*names: str) -> list[Object]:
