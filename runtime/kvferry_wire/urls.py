@@ -172,9 +172,8 @@ class Zone(enum.IntEnum):
 
 
 # Services that hand credentials of a machine to whoever asks, at addresses that are not link-local.
-_METADATA = frozenset(
-    ipaddress.ip_address(text) for text in ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16")
-)
+METADATA_ADDRESSES = ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")
+_METADATA = frozenset(ipaddress.ip_address(text) for text in METADATA_ADDRESSES)
 _THIS_NETWORK = ipaddress.IPv4Network((0, 8))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 

@@ -15,15 +15,26 @@ def violations(spec: dict[str, Any]) -> Iterator[str]:
     yield from (field for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field))
     for volume in spec.get("volumes", ()):
         yield from (f"volume {volume['name']}: {kind}" for kind in volume.keys() - {"name"} - VOLUMES)
-    if pod.get("sysctls") or pod.get("windowsOptions") or pod.get("seLinuxOptions"):
-        yield "sysctls, windowsOptions or seLinuxOptions"
+    if pod.get("sysctls"):
+        yield "sysctls"
+    yield from _of_context(pod)
     containers = [*spec.get("initContainers", ()), *spec["containers"], *spec.get("ephemeralContainers", ())]
     for container in containers:
         yield from (f"{container['name']}: {told}" for told in _of_container(container, pod))
 
 
+def _of_context(context: dict[str, Any]) -> Iterator[str]:
+    """What the standard bars of a pod and of a container; some of it would be allowed in part, and we use none."""
+    yield from (field for field in ("windowsOptions", "seLinuxOptions") if context.get(field))
+    if context.get("appArmorProfile", {}).get("type", "RuntimeDefault") not in SECCOMP:
+        yield "no AppArmor profile"
+    if context.get("seccompProfile", {}).get("type", "RuntimeDefault") not in SECCOMP:
+        yield "seccomp is unconfined"
+
+
 def _of_container(container: dict[str, Any], pod: dict[str, Any]) -> Iterator[str]:
     own = container.get("securityContext", {})
+    yield from _of_context(own)
     if own.get("privileged"):
         yield "privileged"
     if own.get("allowPrivilegeEscalation") is not False:
@@ -43,9 +54,11 @@ def _of_container(container: dict[str, Any], pod: dict[str, Any]) -> Iterator[st
         yield "procMount"
     if any(port.get("hostPort") for port in container.get("ports", ())):
         yield "hostPort"
-    for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
-        if "host" in container.get(probe, {}).get("httpGet", {}):
-            yield f"{probe} names a host"
+    hooks = {name: container.get(name, {}) for name in ("livenessProbe", "readinessProbe", "startupProbe")}
+    hooks |= container.get("lifecycle", {})
+    for name, hook in hooks.items():
+        if any(hook.get(way, {}).get("host") for way in ("httpGet", "tcpSocket")):
+            yield f"{name} names a host"
 
 
 def beyond(spec: dict[str, Any]) -> Iterator[str]:
@@ -57,8 +70,11 @@ def beyond(spec: dict[str, Any]) -> Iterator[str]:
         if container.get("securityContext", {}).get("readOnlyRootFilesystem") is not True:
             yield f"{container['name']}: the root file system can be written"
         asked = container.get("resources", {})
-        if not (asked.get("requests") or asked.get("limits")):
+        requests, limits = asked.get("requests", {}), asked.get("limits", {})
+        if not (requests or limits):
             yield f"{container['name']}: asks for nothing"
+        if {"memory"} <= requests.keys() & limits.keys() and requests["memory"] != limits["memory"]:
+            yield f"{container['name']}: asks for less memory than it may use"
     for volume in spec.get("volumes", ()):
         if "emptyDir" in volume and "sizeLimit" not in volume["emptyDir"]:
             yield f"volume {volume['name']} has no size"

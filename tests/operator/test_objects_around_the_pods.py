@@ -1,7 +1,6 @@
 """Services, policies, budgets, keys and routes: owned, labelled, named for good, and no wider than needed."""
 
 import base64
-import itertools
 import json
 import re
 from typing import Any
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry_operator.plan import PlanError
 from kvferry_operator.plan.manifests import names
-from kvferry_operator.plan.manifests.meta import INSTANCE, MANAGED_BY, NAME, PART_OF, Object
+from kvferry_operator.plan.manifests.meta import INSTANCE, MANAGED_BY, NAME, PART_OF
 from kvferry_operator.plan.manifests.objects import objects
 from kvferry_operator.plan.manifests.settings import ClusterSettings, decode_settings
 from kvferry_operator.plan.manifests.support import key_secret
@@ -243,144 +242,6 @@ def test_routes_that_the_operator_may_not_write_are_refused() -> None:
         make_objects(bare, spec__router={"auth": "none", "ingress": {"host": "a.b"}})
     with pytest.raises(PlanError, match=r"spec\.router\.httpRoute: .*httpRoutes\.enabled"):
         make_objects(bare, spec__router={"auth": "none", "httpRoute": {"gateway": "g"}})
-
-
-# ---- network ----
-
-
-class Network:
-    """Who may speak to whom under a set of policies, as Kubernetes reads them."""
-
-    def __init__(self, made: tuple[Object, ...]) -> None:
-        self._policies = [one["spec"] for one in made if one["kind"] == "NetworkPolicy"]
-
-    def _rules(self, labels: dict[str, str], direction: str) -> list[Object]:
-        mine = [
-            spec
-            for spec in self._policies
-            if direction in spec["policyTypes"] and spec["podSelector"]["matchLabels"].items() <= labels.items()
-        ]
-        assert mine, "no policy: everything would be open"
-        return [rule for spec in mine for rule in spec.get(direction.lower(), [])]
-
-    def allows(self, source: dict[str, str], target: dict[str, str], port: str) -> bool:
-        """Whether pods of our labels may connect; both sides must agree."""
-        leaves = any(
-            self._peers(rule, "to", target) and self._port(rule, port) for rule in self._rules(source, "Egress")
-        )
-        enters = any(
-            self._peers(rule, "from", source) and self._port(rule, port) for rule in self._rules(target, "Ingress")
-        )
-        return leaves and enters
-
-    def outside(self, labels: dict[str, str], side: str, direction: str) -> set[Any]:
-        """Ports open to or from what is no pod of ours."""
-        return {
-            entry["port"]
-            for rule in self._rules(labels, direction)
-            if side not in rule or any("podSelector" not in peer for peer in rule[side])
-            for entry in rule["ports"]
-        }
-
-    @staticmethod
-    def _peers(rule: Object, side: str, labels: dict[str, str]) -> bool:
-        if side not in rule:
-            return True
-        selectors = [peer["podSelector"]["matchLabels"] for peer in rule[side] if "podSelector" in peer]
-        return any(selector.items() <= labels.items() for selector in selectors)
-
-    @staticmethod
-    def _port(rule: Object, port: str) -> bool:
-        return any(entry["port"] == port for entry in rule["ports"])
-
-
-def pod_labels(role: str, revision: str = "new", service: str = "demo") -> dict[str, str]:
-    return {
-        "app.kubernetes.io/name": "kvferry",
-        "app.kubernetes.io/instance": service,
-        "app.kubernetes.io/component": role,
-        "serving.kvferry.dev/revision": revision,
-    }
-
-
-def make_network(**changes: Any) -> tuple[Network, str]:
-    context = make_context(**changes)
-    made = objects(context, {pod.role: 1 for pod in context.plan.templates})
-    return Network(made), context.plan.revision
-
-
-def test_pods_speak_to_whom_they_must_and_to_nobody_else() -> None:
-    """The whole matrix: router to engines, decode to engines of the service on the KV ports, nothing more.
-
-    Answers move between decode pods, also of two revisions: which KV may be read is the handshake's matter.
-    """
-    network, revision = make_network()
-    roles = [(role, rev) for role in ("prefill", "decode") for rev in (revision, "old")] + [("router", "")]
-    for source, target in itertools.product(roles, roles):
-        for port in ("http", "control", "data", "state"):
-            to_engine = source[0] == "router" and target[0] != "router" and port in ("http", "state")
-            kv = source[0] == "decode" and target[0] != "router" and port in ("control", "data")
-            allowed = network.allows(pod_labels(*source), pod_labels(*target), port)
-            assert allowed == (to_engine or kv), (source, target, port)
-
-
-def test_other_services_pods_are_strangers() -> None:
-    """Not even a router of another service reaches an engine, and no engine reaches another service's KV."""
-    both = Network((*make_objects(), *make_objects(metadata__name="other")))
-    for source, target in itertools.product(("router", "prefill", "decode"), repeat=2):
-        for port in ("http", "control", "data", "state"):
-            assert not both.allows(pod_labels(source, service="other"), pod_labels(target), port)
-    assert both.allows(pod_labels("decode"), pod_labels("prefill"), "data")
-
-
-def test_the_way_in_and_out() -> None:
-    """Clients reach the router's port; out go DNS and the API server, and the model store where a model is fetched."""
-    network, revision = make_network()
-    router, decode = pod_labels("router"), pod_labels("decode", revision)
-    assert network.outside(router, "from", "Ingress") == {"http"}
-    assert network.outside(decode, "from", "Ingress") == set()
-    assert network.outside(router, "to", "Egress") == {53, 443, 6443}
-    assert network.outside(decode, "to", "Egress") == set()
-    fetching, revision = make_network(spec__model__source=DEMO)
-    assert fetching.outside(pod_labels("decode", revision), "to", "Egress") == {53, 443}
-
-
-@pytest.mark.parametrize(
-    ("model", "ports"),
-    [
-        ({"source": "https://models.example.com/m/"}, {53, 443}),
-        ({"source": "http://models.example.com/m/"}, {53, 443, 80}),
-        ({"source": "https://models.example.com:8443/m/x.gguf"}, {53, 443, 8443}),
-        ({"source": "s3://models/m", "s3": {"endpoint": "http://minio:9000"}}, {53, 443, 9000}),
-        ({"source": "s3://models/m"}, {53, 443}),
-        ({"source": "pvc://claim"}, set()),
-    ],
-)
-def test_the_stores_own_port_is_open_to_pods_that_fetch(model: dict[str, Any], ports: set[int]) -> None:
-    """Beside those that the installation opens to model stores; none where nothing is fetched."""
-    network, revision = make_network(spec__model={"name": "m", **model})
-    assert network.outside(pod_labels("decode", revision), "to", "Egress") == ports
-
-
-def test_no_pod_asks_the_clouds_metadata() -> None:
-    """Every block that is open leaves link-local addresses out."""
-    for one in make_objects(spec__model__source=DEMO):
-        if one["kind"] != "NetworkPolicy":
-            continue
-        for rule in one["spec"].get("egress", ()):
-            for peer in rule["to"]:
-                if "ipBlock" in peer:
-                    assert peer["ipBlock"]["except"] in (["169.254.0.0/16"], ["fe80::/10"])
-
-
-def test_monitoring_reads_metrics_where_it_is_named() -> None:
-    """The namespaces of the settings may reach the engines' http port; policies can be left out as a whole."""
-    watched = ClusterSettings(runtime_image="r", router_image="s", monitoring_namespaces=("monitoring",))
-    made = make_objects(watched)
-    rules = find(made, "NetworkPolicy", "demo-decode")["spec"]["ingress"]
-    assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rules[-1]["from"]
-    off = ClusterSettings(runtime_image="r", router_image="s", network_policies=False)
-    assert not [one for one in make_objects(off) if one["kind"] == "NetworkPolicy"]
 
 
 def test_settings_are_strict() -> None:

@@ -16,6 +16,7 @@ from tests.operator.cluster import DEMO, SETTINGS, container_of, make_objects, p
 from tests.operator.pod_security import beyond, violations
 
 ROLES = ("prefill", "decode", "router")
+ROUTER_ENDS_S = 15.0  # from its SIGTERM, at most
 MANIFESTS: dict[str, dict[str, Any]] = {
     "toy": {},
     "demo": {"spec__model__source": DEMO, "metadata__name": "a" * 63},
@@ -62,20 +63,64 @@ def test_every_pod_is_restricted(name: str) -> None:
             assert not [*violations(spec), *beyond(spec)], made["metadata"]["name"]
 
 
+def container(**changes: Any) -> dict[str, Any]:
+    """A pod's spec with one container."""
+    return {"containers": [{"name": "c", **changes}]}
+
+
+BREACHES: list[tuple[dict[str, Any], str]] = [
+    ({"hostNetwork": True}, "hostNetwork"),
+    ({"hostPID": True}, "hostPID"),
+    ({"hostIPC": True}, "hostIPC"),
+    ({"volumes": [{"name": "x", "hostPath": {}}]}, "volume x: hostPath"),
+    ({"volumes": [{"name": "x", "nfs": {}}]}, "volume x: nfs"),
+    ({"securityContext": {}}, "c: runAsNonRoot is not true"),
+    ({"securityContext": {"sysctls": [{"name": "a", "value": "b"}]}}, "sysctls"),
+    ({"securityContext": {"seccompProfile": {"type": "Unconfined"}}}, "seccomp is unconfined"),
+    ({"securityContext": {"appArmorProfile": {"type": "Unconfined"}}}, "no AppArmor profile"),
+    ({"securityContext": {"seLinuxOptions": {"user": "system_u"}}}, "seLinuxOptions"),
+    ({"securityContext": {"windowsOptions": {"hostProcess": True}}}, "windowsOptions"),
+    (container(), "c: capabilities are not dropped"),
+    (container(), "c: no seccomp profile"),
+    (container(), "c: allowPrivilegeEscalation is not false"),
+    (container(securityContext={"privileged": True}), "c: privileged"),
+    (container(securityContext={"runAsUser": 0}), "c: runAsUser is 0"),
+    (container(securityContext={"procMount": "Unmasked"}), "c: procMount"),
+    (container(securityContext={"capabilities": {"add": ["IPC_LOCK"]}}), "c: capabilities are added"),
+    (container(securityContext={"seccompProfile": {"type": "Unconfined"}}), "c: seccomp is unconfined"),
+    (container(securityContext={"seLinuxOptions": {"type": "spc_t"}}), "c: seLinuxOptions"),
+    (container(ports=[{"hostPort": 1}]), "c: hostPort"),
+    (container(livenessProbe={"tcpSocket": {"host": "10.0.0.1"}}), "c: livenessProbe names a host"),
+    (container(lifecycle={"preStop": {"httpGet": {"host": "10.0.0.1"}}}), "c: preStop names a host"),
+    ({"initContainers": [{"name": "i"}]}, "i: capabilities are not dropped"),
+    ({"ephemeralContainers": [{"name": "e"}]}, "e: capabilities are not dropped"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), BREACHES, ids=[expected for _, expected in BREACHES])
+def test_the_evaluator_finds_breaches(change: dict[str, Any], expected: str) -> None:
+    """The evaluator itself is tried on one breach of each kind."""
+    assert expected in list(violations({**container(), **change}))
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"hostNetwork": True}, "hostNetwork"),
-        ({"volumes": [{"name": "x", "hostPath": {}}]}, "volume x: hostPath"),
-        ({"securityContext": {}}, "c: runAsNonRoot is not true"),
-        ({"containers": [{"name": "c"}]}, "c: capabilities are not dropped"),
-        ({"containers": [{"name": "c", "ports": [{"hostPort": 1}]}]}, "c: hostPort"),
+        ({}, "enableServiceLinks is not False"),
+        ({}, "automountServiceAccountToken is not False"),
+        ({}, "no fixed user"),
+        ({}, "c: the root file system can be written"),
+        ({}, "c: asks for nothing"),
+        (
+            container(resources={"requests": {"memory": "1Gi"}, "limits": {"memory": "2Gi"}}),
+            "c: asks for less memory than it may use",
+        ),
+        ({"volumes": [{"name": "x", "emptyDir": {}}]}, "volume x has no size"),
     ],
 )
-def test_the_evaluator_finds_breaches(change: dict[str, Any], expected: str) -> None:
-    """The evaluator itself is tried on one breach of each kind."""
-    good = {"containers": [{"name": "c"}]}
-    assert expected in list(violations({**good, **change}))
+def test_the_evaluator_finds_what_we_ask_beyond_the_standard(change: dict[str, Any], expected: str) -> None:
+    """One lack of each kind."""
+    assert expected in list(beyond({**container(), **change}))
 
 
 def test_the_router_holds_no_kv_key_and_engines_no_token() -> None:
@@ -219,7 +264,10 @@ def test_pods_leave_in_order() -> None:
     for role in ROLES:
         spec = pod_of(make_objects(), role)
         linger = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert 0 < linger < spec["terminationGracePeriodSeconds"]
+        args = spec["containers"][0]["args"]
+        drains = float(args[args.index("--drain") + 1]) if role != "router" else ROUTER_ENDS_S
+        assert linger > 0
+        assert linger + drains < spec["terminationGracePeriodSeconds"]
         assert spec["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
 
 

@@ -1,5 +1,6 @@
 """Every rendered profile of the chart keeps the hardening bar: pods, rights, network, images, tokens."""
 
+import itertools
 import json
 from functools import cache
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 
 from kvferry_operator.plan.manifests.settings import decode_settings
 from tests.apiserver.chart.values import DIGEST, PROFILES
+from tests.operator.network import End, Network, pod_end
 from tests.operator.pod_security import beyond, violations
 from tests.operator.test_chart import OPERATOR_RIGHTS, OPTIONAL_RIGHTS
+from tests.operator.test_the_network_matrix_is_exact import DNS, METADATA, PORTS, STRANGERS
 from tests.support.helm import Helm
 from tests.support.kube_client import Object
 
@@ -18,6 +21,7 @@ KINDS = CLUSTER_WIDE | {
     "Role", "RoleBinding", "ServiceAccount", "ConfigMap", "Deployment", "PodDisruptionBudget", "NetworkPolicy",
 }  # fmt: skip
 RELEASE = "kvferry-system"
+FLOWS = tuple(itertools.product(PORTS, ("TCP", "UDP")))
 Rights = dict[tuple[str, str], set[str]]
 
 
@@ -126,27 +130,25 @@ def test_bindings_bind_the_accounts_of_the_chart_alone(rendered: Rendered) -> No
 
 
 def test_the_network_is_closed_but_for_what_is_needed(rendered: Rendered) -> None:
-    """In: the port of health and metrics. Out: DNS, and the API server's ports everywhere but link-local."""
-    policies = rendered.of_kind("NetworkPolicy")
+    """In: metrics, for the namespaces that are named. Out: DNS, and the API server's ports everywhere but at metadata
+    addresses. Every pair of ends is tried."""
     settings = rendered.values.get("settings", {})
     if settings.get("networkPolicies") is False:
-        assert not policies
+        assert not rendered.of_kind("NetworkPolicy")
         return
-    (policy,) = policies
-    spec = policy["spec"]
-    assert spec["policyTypes"] == ["Ingress", "Egress"]
     (deployment,) = rendered.of_kind("Deployment")
-    assert spec["podSelector"]["matchLabels"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
-    (entering,) = spec["ingress"]
-    assert entering["ports"] == [{"port": "http", "protocol": "TCP"}]
-    assert len(entering.get("from", [])) == len(settings.get("monitoringNamespaces", []))
-    dns, server = spec["egress"]
-    assert {port["port"] for port in dns["ports"]} == {53}
-    (place,) = dns["to"]
-    name = settings.get("dnsNamespace", "kube-system")
-    assert place == {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
-    assert [port["port"] for port in server["ports"]] == settings.get("apiServerPorts", [443, 6443])
-    assert [block["ipBlock"]["except"] for block in server["to"]] == [["169.254.0.0/16"], ["fe80::/10"]]
+    operator, network = pod_end(deployment, "10.2.0.1"), Network(rendered.objects)
+    assert network.holds(operator)
+    dns, monitoring = settings.get("dnsNamespace", "kube-system"), settings.get("monitoringNamespaces", [])
+    namespaces = {dns, "monitoring", RELEASE, "elsewhere", *monitoring}
+    pods = [End(name, f"10.1.0.{number}", name) for number, name in enumerate(sorted(namespaces))]
+    open_ports = {(port, "TCP") for port in settings.get("apiServerPorts", [443, 6443])}
+    for other in (*pods, *(one for one in STRANGERS if not one.namespace), *METADATA):
+        out = {flow for flow in FLOWS if network.allows(operator, other, *flow)}
+        expected = set() if other in METADATA else open_ports
+        assert out == expected | (DNS if other.namespace == dns else set()), other.name
+        into = {flow for flow in FLOWS if network.allows(other, operator, *flow)}
+        assert into == ({(9090, "TCP")} if other.namespace in monitoring else set()), other.name
 
 
 def test_images_are_as_the_values_say(rendered: Rendered) -> None:

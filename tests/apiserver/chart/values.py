@@ -30,7 +30,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     "everything said": {
         "replicas": 2,
         "watchNamespaces": ["team-a"],
-        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": 2, "memory": "1Gi"}},
+        "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": 2, "memory": "1Gi"}},
         "nodeSelector": {"kubernetes.io/os": "linux"},
         "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],
         "affinity": {

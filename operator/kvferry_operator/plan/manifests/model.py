@@ -18,7 +18,7 @@ FETCH = "fetch-model"
 REPORT_FILE = "/dev/termination-log"  # the kubelet's own file, writable also with a read-only root
 UNKNOWN_SIZE = 256 * GIB  # a cap, not a reservation
 VOLUME_SLACK = 256 * MIB
-FETCH_MEMORY = "512Mi"
+FETCH_MEMORY = "1Gi"  # request and limit; bytes on their way to the volume are few
 
 
 class ModelMount(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ def _fetcher(model: Model, source: ModelSource, image: str, pull_policy: str, na
         "command": ["python", "-P", "-m", "kvferry_cli"],
         "args": args,
         "env": _fetch_env(model, source, names),
-        "resources": {"requests": {"cpu": "100m", "memory": FETCH_MEMORY}, "limits": {"memory": "2Gi"}},
+        "resources": {"requests": {"cpu": "100m", "memory": FETCH_MEMORY}, "limits": {"memory": FETCH_MEMORY}},
         "securityContext": container_security(),
         "terminationMessagePath": REPORT_FILE,
         "terminationMessagePolicy": "FallbackToLogsOnError",

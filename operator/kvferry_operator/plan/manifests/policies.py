@@ -7,17 +7,18 @@ the API server for routers, DNS and the model store for pods that fetch. A polic
 fetching container may reach the store, so may the engine beside it.
 """
 
-from ipaddress import IPv4Network, IPv6Network
+from ipaddress import IPv4Network, IPv6Network, ip_network
 
 from kvferry_operator.plan.manifests.meta import Object, Owner, make_object, selector
 from kvferry_operator.plan.manifests.names import ENGINE_ROLES, child
 from kvferry_operator.plan.manifests.settings import ClusterSettings
+from kvferry_wire.urls import METADATA_ADDRESSES
 
 HTTP, CONTROL, DATA, STATE = "http", "control", "data", "state"  # ports of containers by name
 DNS_PORT = 53
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 # Cloud metadata services answer here; no pod of ours asks them.
-LINK_LOCAL = {4: "169.254.0.0/16", 6: "fe80::/10"}
+NEVER = ("169.254.0.0/16", "fe80::/10", *(str(ip_network(address)) for address in METADATA_ADDRESSES))
 EVERYWHERE = {4: str(IPv4Network((0, 0))), 6: str(IPv6Network((0, 0)))}
 
 
@@ -92,5 +93,8 @@ def _dns(settings: ClusterSettings) -> Object:
 
 def _outside(ports: tuple[int, ...]) -> Object:
     """Everywhere but the metadata addresses, on a few ports."""
-    blocks = [{"ipBlock": {"cidr": EVERYWHERE[v], "except": [LINK_LOCAL[v]]}} for v in (4, 6)]
+    blocks = [
+        {"ipBlock": {"cidr": cidr, "except": [never for never in NEVER if ip_network(never).version == version]}}
+        for version, cidr in EVERYWHERE.items()
+    ]
     return {"to": blocks, "ports": [{"port": port, "protocol": "TCP"} for port in ports]}
