@@ -110,7 +110,8 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
             try:
                 await _until_stopped(stop, tasks)
             finally:
-                await app.stop()
+                server.drain()
+                await app.stop(config.drain_s)
                 await server.close()
                 await background.close(_ABORT_GRACE_S)
                 for task in tasks:

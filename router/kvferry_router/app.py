@@ -94,10 +94,10 @@ class RouterApp:
         """Take running answers away from pods that drain, until cancelled."""
         await Mover(self._proxy.pool, self._underway.runs, self._limits).run()
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float) -> None:
         """Not ready from now on, and nothing new; what is under way gets the grace, and then fails."""
         self._stopping = "stopping"
-        await self._underway.end(self._limits.stop_grace_s)
+        await self._underway.end(grace_s)
 
     def why_not_ready(self) -> str:
         """Why a request would not be answered now; empty when it would."""

@@ -15,6 +15,7 @@ from kvferry_router.select.policy import Mode, Policy
 from kvferry_wire.limits import DEFAULT_LIMITS
 
 _DEFAULT_POLICY = Policy()
+_DRAIN_S = 5.0
 _DNS_LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _WATCHED = re.compile(f"(?P<namespace>{_DNS_LABEL})/(?P<service>{_DNS_LABEL})")
 
@@ -42,6 +43,7 @@ class RouterConfig:
     disaggregate_max_cached_share: float
     transfer_failure: FailurePolicy
     request_deadline_s: float
+    drain_s: float
     parent_fd: int | None
     ready_file: Path | None
     log_json: bool | None  # None: JSON unless standard error is a terminal
@@ -134,6 +136,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="from a request's arrival to the end of its answer",
     )
+    add(
+        "--drain",
+        type=float,
+        default=_DRAIN_S,
+        metavar="SECONDS",
+        help="from SIGTERM for answers under way to end; then they fail",
+    )
     add("--parent-fd", type=int, help="reading end of a pipe; the router ends when the other end closes")
     add("--ready-file", type=Path, help="written (JSON: host, port, pid) once the router listens")
     add("--log-format", choices=("auto", "json", "text"), default="auto", help="auto: text on a terminal, else JSON")
@@ -156,6 +165,7 @@ def parse_config(argv: list[str]) -> RouterConfig:
     share = args.disaggregate_max_cached_share
     check(0 <= share <= 1, "--disaggregate-max-cached-share", share, "0 to 1")
     check(0 < args.request_deadline <= 86_400, "--request-deadline", args.request_deadline, "more than 0, up to 86400")
+    check(0 <= args.drain <= 86_400, "--drain", args.drain, "0 to 86400")
     check(_is_address(args.host), "--host", args.host, "an IP address or localhost")
     if args.auth == "api-keys":
         check(args.api_keys_file is not None, "--api-keys-file", None, "a file or folder (or say --auth none)")
@@ -180,6 +190,7 @@ def parse_config(argv: list[str]) -> RouterConfig:
         disaggregate_max_cached_share=share,
         transfer_failure=args.transfer_failure,
         request_deadline_s=args.request_deadline,
+        drain_s=args.drain,
         parent_fd=args.parent_fd,
         ready_file=args.ready_file,
         log_json={"auto": None, "json": True, "text": False}[args.log_format],

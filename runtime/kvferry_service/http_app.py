@@ -178,6 +178,8 @@ class HttpServer:
             keepalive_s=_KEEPALIVE_S,
         )
         self._servers: list[asyncio.Server] = []
+        self._draining = False
+        app.on_response_prepare.append(self._say_close)
 
     async def start(self, *listeners: socket.socket) -> None:
         """Serve on bound sockets (``listen``)."""
@@ -191,6 +193,22 @@ class HttpServer:
 
         for listener in listeners:
             self._servers.append(await loop.create_server(protocol, sock=listener, backlog=1024))
+
+    def drain(self) -> None:
+        """Close each kept connection now or after its answer, so that clients come back by another, perhaps elsewhere.
+
+        New ones are still taken, for one request each.
+        """
+        self._draining = True
+        assert self._runner.server is not None  # started
+        for connection in self._runner.server.connections:
+            assert isinstance(connection, HardenedProtocol)
+            connection.drain()
+
+    async def _say_close(self, _: web.Request, response: web.StreamResponse) -> None:
+        if self._draining:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     async def close(self) -> None:
         """Accept nothing more, give running handlers ``close_s`` seconds, then cut."""

@@ -71,6 +71,13 @@ class HardenedProtocol(web.RequestHandler):
         self._headers_arrived()
         super().connection_lost(exc)
 
+    def drain(self) -> None:
+        """Close now where no request is under way or arriving; else after its answer."""
+        if self._waiter is not None and self._header_deadline is None:
+            self.force_close()
+        else:
+            self._close = True  # the library's `close` would forget a request that is arriving
+
     def handle_error(
         self,
         request: web.BaseRequest,

@@ -109,7 +109,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     moves: int = 64  # running legs that one router asks to leave draining pods, ten times a second at most
     move_again_s: float = 1.0  # one that is still there is asked again
     end_grace_s: float = 0.25  # after `End`, for the leg's stream to close
-    stop_grace_s: float = 5.0  # for answers under way when the router is told to stop; after it they fail
     client_stall_s: float = 30.0  # a client that takes no byte for so long has left
     client_buffer_bytes: int = 4 * 2**20  # of one answer, written by decode and not yet taken by the client
     pod_poll_s: float = 0.5  # between two questions whether a pod is ready

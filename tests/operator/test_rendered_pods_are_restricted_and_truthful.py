@@ -237,6 +237,20 @@ def test_credentials_come_as_files_to_the_fetching_container_alone(name: str, ex
 
 
 @pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("deadline", [None, "1.5s", "2h"])
+def test_a_pod_that_ends_is_given_the_time_that_its_answers_may_take(role: str, deadline: str | None) -> None:
+    """Nobody takes an answer over from a router: it waits as long as a request may last. No edit of it touches engines."""
+    changes = {} if deadline is None else {"spec__router__requestDeadline": deadline}
+    made = make_objects(**changes)
+    spec, argv = pod_of(made, role), container_of(made, role)["args"]
+    drain = float(argv[argv.index("--drain") + 1])
+    asked = {None: 600.0, "1.5s": 1.5, "2h": 7200.0}[deadline]
+    assert drain == (asked if role == "router" else 600.0)
+    linger = container_of(made, role)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert linger + drain + 8 <= spec["terminationGracePeriodSeconds"] <= linger + drain + 30
+
+
+@pytest.mark.parametrize("role", ROLES)
 def test_probes_hit_real_endpoints_and_wait_for_the_load(role: str) -> None:
     """Startup waits as long as a load may take, readiness asks each second, liveness /healthz patiently."""
     container = container_of(make_objects(**MANIFESTS["hub"]), role)

@@ -26,7 +26,6 @@ LIMITS = Limits(
     end_grace_s=0.1,
     queue_wait_s=0.3,
     connect_timeout_s=0.5,
-    stop_grace_s=0.2,
     resume_wait_s=0.6,
     resume_pause_s=0.02,
     resume_longest_pause_s=0.1,
@@ -110,7 +109,7 @@ def make_config(folder: Path, *flags: str) -> RouterConfig:
         [
             *("--service-name", "svc", "--model-name", MODEL, "--pods-file", str(folder / "pods.json")),
             *("--keys-dir", str(keys), "--port", "0", "--auth", "none", "--ready-file", str(folder / "ready.json")),
-            *("--disaggregate-min-tokens", "4", *flags),
+            *("--disaggregate-min-tokens", "4", "--drain", "0.2", *flags),
         ]
     )
 

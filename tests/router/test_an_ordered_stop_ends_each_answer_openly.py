@@ -9,11 +9,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from .harness import LIMITS, events, running, text_of
+from .harness import LIMITS, Router, events, running, text_of
 from .scripted_pod import Script, ScriptedPod
 
 PROMPT = "the marker of this request"
-GRACE = msgspec.structs.replace(LIMITS, stop_grace_s=2.0)
+GRACE = ("--drain", "2")
 
 
 def make_pods(pause_s: float) -> tuple[ScriptedPod, ScriptedPod]:
@@ -63,7 +63,7 @@ async def test_whole_answer_that_outlasts_the_grace_is_a_503(tmp_path: Path) -> 
 async def test_answer_that_ends_within_the_grace_is_whole_and_new_requests_are_refused(tmp_path: Path) -> None:
     """Meanwhile the router is not ready, and what arrives gets a 503 at once."""
     p, d = make_pods(0.02)
-    async with running(tmp_path, p, d, limits=GRACE) as router:
+    async with running(tmp_path, p, d, flags=GRACE) as router:
         async with router.complete(PROMPT, stream=True) as response:
             router.stop.set("test")
             await router.wait_ready(ready=False)
@@ -103,8 +103,36 @@ async def test_request_that_has_not_begun_when_the_grace_is_over_is_a_503(tmp_pa
 async def test_stop_with_nothing_under_way_takes_no_grace(tmp_path: Path) -> None:
     """The grace is for answers alone."""
     p, d = make_pods(0.0)
-    limits = msgspec.structs.replace(LIMITS, stop_grace_s=30.0)
     async with asyncio.timeout(10.0):
-        async with running(tmp_path, p, d, limits=limits) as router, router.complete(PROMPT) as response:
+        async with running(tmp_path, p, d, flags=("--drain", "30")) as router, router.complete(PROMPT) as response:
             assert response.status == 200
             await response.read()
+
+
+async def exchange(router: Router, body: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that keeps alive, after one request on it, or after that of a stream with this body has begun."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+    path = "POST /v1/completions" if body else "GET /v1/models"
+    writer.write(f"{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 3.0)
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" not in head.lower()
+    return reader, writer
+
+
+async def test_kept_connections_end_so_that_clients_reach_another_router(tmp_path: Path) -> None:
+    """One that is idle closes at once, one with an answer under way after it; a new one after one refusal."""
+    p, d = make_pods(0.02)
+    body = json.dumps({"model": "toy", "prompt": PROMPT, "max_tokens": len(PROMPT), "stream": True}).encode()
+    async with running(tmp_path, p, d, flags=GRACE) as router:
+        idle, idle_writer = await exchange(router)
+        busy, busy_writer = await exchange(router, body)
+        router.stop.set("test")
+        await asyncio.wait_for(idle.read(), 0.5)
+        assert idle.at_eof()
+        async with router.complete(PROMPT) as refused:
+            assert (refused.status, refused.headers["Connection"]) == (503, "close")
+        assert b"[DONE]" in await asyncio.wait_for(busy.read(), 3.0)
+        assert busy.at_eof()
+        for writer in (idle_writer, busy_writer):
+            writer.close()

@@ -44,6 +44,10 @@ def _argv(service: InferenceService, router: Router) -> list[Argument]:
     if chosen.max_cached_share is not None:
         argv += ["--disaggregate-max-cached-share", str(chosen.max_cached_share)]
     argv += ["--transfer-failure", service.spec.transfer.failure_policy]
+    return [*argv, "--request-deadline", format_seconds(request_deadline_s(router))]
+
+
+def request_deadline_s(router: Router) -> float:
+    """How long a request of this service may last."""
     deadline = router.request_deadline
-    seconds = DEFAULT_LIMITS.request_deadline_s if deadline is None else parse_duration(deadline)
-    return [*argv, "--request-deadline", format_seconds(seconds)]
+    return DEFAULT_LIMITS.request_deadline_s if deadline is None else parse_duration(deadline)

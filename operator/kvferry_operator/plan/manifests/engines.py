@@ -12,9 +12,12 @@ from kvferry_operator.plan.manifests.probes import load_seconds
 from kvferry_operator.plan.models import facts_of
 from kvferry_operator.plan.pods import PodPlan, Slot
 from kvferry_operator.plan.resources import Resources, engine_resources
+from kvferry_wire.limits import DEFAULT_LIMITS
 
-GRACE_S = 60  # from SIGTERM to SIGKILL, with what the pod lingers before
-DRAIN_S = 40  # of them, for legs to end or to move and for leases; the rest is for the end itself
+# From SIGTERM for legs to end or to move, and for leases. Only answers that can go on nowhere else take so long: it is
+# what a request may last by default, and no field's, since an edit of it would replace the pods.
+DRAIN_S = int(DEFAULT_LIMITS.request_deadline_s)
+GRACE_S = DRAIN_S + 20  # until SIGKILL, with what the pod lingers before and its end
 TMP, SHM = "1Gi", "256Mi"
 
 

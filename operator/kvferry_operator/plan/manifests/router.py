@@ -1,7 +1,10 @@
 """The router's pods. They watch the EndpointSlices of the pools' Services and read the clients' keys from a Secret."""
 
+import math
+
 import msgspec
 
+from kvferry_operator.api.quantities import format_seconds
 from kvferry_operator.plan.manifests.context import Context
 from kvferry_operator.plan.manifests.deployment import deployment
 from kvferry_operator.plan.manifests.meta import Object, Owner
@@ -10,9 +13,10 @@ from kvferry_operator.plan.manifests.pod import Part, arguments, pod_template
 from kvferry_operator.plan.manifests.security import KEY_MODE
 from kvferry_operator.plan.pods import PodPlan, Slot
 from kvferry_operator.plan.resources import router_resources
+from kvferry_operator.plan.router import request_deadline_s
 
 STARTUP_S = 60.0
-GRACE_S = 60
+END_S = 15  # for a router's end beside its requests, with what it lingers before
 TMP = "256Mi"
 API_KEYS_FOLDER = "/var/run/kvferry/api-keys"  # one file per client; the kubelet exchanges them when the Secret changes
 TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"  # noqa: S105 - where clients of the API look
@@ -29,12 +33,15 @@ def router_deployment(context: Context, pod: PodPlan, replicas: int) -> Object:
         secret = {"secretName": chosen.api_keys.secret_ref.name, "defaultMode": KEY_MODE}
         volumes.append({"name": "api-keys", "secret": secret})
         mounts.append({"name": "api-keys", "mountPath": API_KEYS_FOLDER, "readOnly": True})
+    # Nobody can take an answer over from a router: one that ends waits as long as a request may last.
+    drain_s = request_deadline_s(chosen)
+    argv = arguments(_with_cluster_discovery(pod, owner), {Slot.API_KEYS_FILE: API_KEYS_FOLDER})
     part = Part(
         image=pod.image or settings.router_image,
-        argv=arguments(_with_cluster_discovery(pod, owner), {Slot.API_KEYS_FILE: API_KEYS_FOLDER}),
+        argv=(*argv, "--drain", format_seconds(drain_s)),
         resources=router_resources(pod).rendered(),
         startup_s=STARTUP_S,
-        grace_s=GRACE_S,
+        grace_s=math.ceil(drain_s) + END_S,
         service_account=settings.router_service_account,
         keys_secret=keys_name(owner.name, owner.uid),
         tmp=TMP,
