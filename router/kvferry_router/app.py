@@ -191,12 +191,19 @@ class RouterApp:
         pool = self._proxy.pool
         extras = KeyExtras(tenant_salt=self._salt(request[IDENTITY]))
         prepared, hashes = await self._text.prepare(
-            kind, body, tools, pool.block_sizes(), extras, until=accepted_at + self._deadline_s
+            kind,
+            body,
+            tools,
+            pool.block_sizes(),
+            extras,
+            contexts=pool.contexts(tools.bundle.digest),
+            until=accepted_at + self._deadline_s,
         )
         leg = self._first_leg(prepared, internal_id, request[REQUEST_ID], extras)
         ask = Ask(
             internal_id=internal_id,
             prompt_tokens=len(leg.prompt_ids),
+            answer_tokens=prepared.sampling.max_tokens,
             growth_tokens=prepared.n * min(prepared.sampling.max_tokens, _GROWTH_TOKENS),
             text_digest=tools.bundle.digest,
         )

@@ -1,11 +1,11 @@
 """Answers leave decode pods that end soon: which legs are asked to, and when. Pure; ``Mover`` is its shell.
 
-A leg is asked only while another pod could go on with it, again after a while if it is still there. A leg that finds
-no other pod ends where it is, or with its pod's grace.
+A leg is asked only while another pod could go on with it and has room for all of its answer, again after a while if it
+is still there. A leg that finds no other pod ends where it is, or with its pod's grace.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from kvferry_router.pool import PodPool
@@ -21,6 +21,7 @@ class Place(NamedTuple):
     internal_id: str
     attempt: int
     pod: str
+    tokens: int  # of the prompt and the longest answer
 
 
 class Moves:
@@ -34,9 +35,9 @@ class Moves:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def due(self, running: Iterable[Place], leaving: Collection[str], now: float) -> list[Place]:
-        """Legs to ask now, of those that run; ``leaving``: pods that drain and have a stand-in."""
-        places = [place for place in running if place.pod in leaving]
+    def due(self, running: Iterable[Place], leaving: Mapping[str, int], now: float) -> list[Place]:
+        """Legs to ask now, of those that run; ``leaving``: the longest context of stand-ins, by pod that drains."""
+        places = [place for place in running if place.tokens <= leaving.get(place.pod, 0)]
         self._asked = {place: self._asked[place] for place in places if place in self._asked}
         due = [place for place in places if now >= self._asked.get(place, now)][: self._most]
         self._asked |= dict.fromkeys(due, now + self._again_s)

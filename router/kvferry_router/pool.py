@@ -70,6 +70,11 @@ class PodPool:
     def block_sizes(self) -> set[int]:
         return {record.info.block_size for record in self.table if record.info is not None}
 
+    def contexts(self, text_digest: str) -> list[int]:
+        """Context lengths of the usable decode pods that have a text bundle; pods of two revisions may differ."""
+        infos = [_info(record) for record in self.usable("decode")]
+        return sorted({info.max_model_len for info in infos if info.text_digest == text_digest})
+
     def context_length(self) -> int | None:
         """The shortest context of the usable decode pods; ``None`` without one."""
         return min((_info(record).max_model_len for record in self.usable("decode")), default=None)
@@ -171,16 +176,19 @@ class PodPool:
             bookings=self.bookings.of(record.name),
         )
 
-    def leaving(self) -> frozenset[str]:
-        """Decode pods that drain, as they or discovery say, and that another usable pod could stand in for."""
-        stand_ins = [record for record in self.usable("decode") if not record.drains()]
-        return frozenset(
-            record.name
-            for record in self.table
-            if record.drains()
-            and record.info is not None
-            and any(_same_work(_info(other), record.info) for other in stand_ins)
-        )
+    def leaving(self) -> dict[str, int]:
+        """Decode pods that drain, as they or discovery say: the longest context of those that could stand in for each.
+
+        A pod without a stand-in is left out.
+        """
+        stand_ins = [_info(record) for record in self.usable("decode") if not record.drains()]
+        longest: dict[str, int] = {}
+        for record in self.table:
+            if record.drains() and record.info is not None:
+                lengths = [other.max_model_len for other in stand_ins if _same_work(other, record.info)]
+                if lengths:
+                    longest[record.name] = max(lengths)
+        return longest
 
     # ---- what the state streams say ----------------------------------------------------------------------------
 
@@ -208,7 +216,7 @@ class PodPool:
 
 
 def _same_work(one: PodInfo, other: PodInfo) -> bool:
-    """Whether an answer of one could go on at the other: as selection will ask (``select/filters.py``)."""
+    """Whether an answer of one could go on at the other, if it has room: as selection asks (``select/filters.py``)."""
     return (one.compat_hash, one.text_digest) == (other.compat_hash, other.text_digest)
 
 

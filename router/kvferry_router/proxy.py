@@ -158,10 +158,11 @@ class RequestRun:
         """End the answer now, with an error that says that the router stops; ``answer`` writes it."""
         self._deliver(Stopping())
 
-    def place(self) -> tuple[str, int, str] | None:
-        """The decode leg that another pod could go on from: internal id, attempt, pod."""
+    def place(self) -> tuple[str, int, str, int] | None:
+        """The decode leg that another pod could go on from: internal id, attempt, pod, tokens of the whole."""
         movable = self._flow.movable()
-        return None if movable is None else (self._leg.internal_id, *movable)
+        whole = self._ask.prompt_tokens + self._ask.answer_tokens
+        return None if movable is None else (self._leg.internal_id, *movable, whole)
 
     def move(self) -> None:
         """Ask that leg to leave its pod."""

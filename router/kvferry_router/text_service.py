@@ -1,7 +1,7 @@
 """Rendering and tokenizing in threads off the event loop: one set of tools per text bundle, whichever pods have it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -87,11 +87,13 @@ class TextService:
         block_sizes: Collection[int],
         extras: KeyExtras,
         *,
+        contexts: Sequence[int],
         until: float,
     ) -> tuple[PreparedRequest, dict[int, list[bytes]]]:
         """Validate, render, tokenize and hash: the request, and its chained block hashes for each block size.
 
         Args:
+            contexts: as ``prepare`` takes them.
             until: the request's deadline, on the loop's clock; it holds for the wait for a thread, too.
 
         Raises:
@@ -99,7 +101,9 @@ class TextService:
         """
 
         def work() -> tuple[PreparedRequest, dict[int, list[bytes]]]:
-            made = prepare(kind, body, tools.bundle, tools.tokenizer, tools.template, self._limits, self._names)
+            made = prepare(
+                kind, body, tools.bundle, tools.tokenizer, tools.template, self._limits, self._names, contexts
+            )
             return made, {size: chain_hashes(self._hash_key, made.prompt_ids, size, extras) for size in block_sizes}
 
         try:

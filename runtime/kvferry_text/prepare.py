@@ -4,7 +4,7 @@ The longest accepted text takes about a second to tokenize: callers with streams
 (tokenizing releases the interpreter lock).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -53,8 +53,12 @@ def prepare(  # noqa: PLR0917 - router and pods call it alike
     template: ChatTemplate | None,
     limits: Limits,
     served_names: Collection[str],
+    contexts: Sequence[int],
 ) -> PreparedRequest:
     """Make a request ready to be routed.
+
+    Args:
+        contexts: lengths of the contexts that could take it, at least one; the shortest that holds it is meant.
 
     Raises:
         ApiError: what the client is answered with instead; see ``parse_request`` and the errors of this module.
@@ -64,7 +68,7 @@ def prepare(  # noqa: PLR0917 - router and pods call it alike
         param, prompt_ids = "messages", _chat_ids(request, tokenizer, template, limits)
     else:
         param, prompt_ids = "prompt", _completion_ids(request, bundle, tokenizer, limits)
-    max_tokens = _max_tokens(request, param, len(prompt_ids), bundle.max_model_len)
+    max_tokens = _max_tokens(request, param, len(prompt_ids), contexts)
     return PreparedRequest(
         kind=kind,
         model=request.model,
@@ -174,13 +178,16 @@ def _check_ids(ids: tuple[int, ...], vocab_size: int) -> None:
 # ---- limits and sampling -------------------------------------------------------------------------------------------
 
 
-def _max_tokens(request: ChatRequest | CompletionRequest, param: str, prompt: int, context: int) -> int:
+def _max_tokens(request: ChatRequest | CompletionRequest, param: str, prompt: int, contexts: Sequence[int]) -> int:
     """Tokens an answer may have, as the client said or as the context allows."""
+    given = request.max_tokens if request.max_tokens is not None else request.max_completion_tokens
+    usual = COMPLETION_MAX_TOKENS if isinstance(request, CompletionRequest) else 1
+    wanted = prompt + (usual if given is None else given)
+    context = min((length for length in contexts if length >= wanted), default=max(contexts))
     room = context - prompt
     if room < 1:
         message = f"the prompt has {prompt} tokens; the model's context is {context}, answer included"
         raise errors.context_length_exceeded(message, param=param)
-    given = request.max_tokens if request.max_tokens is not None else request.max_completion_tokens
     if given is not None and given > room:
         name = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         message = (

@@ -48,7 +48,10 @@ class PodInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """All that rendering, tokenizing and validating need; cached by ``digest`` in the router."""
+    """All that rendering and tokenizing need; cached by ``digest`` in the router.
+
+    Pods of one bundle answer alike, but need not have the same room: each says its own context length.
+    """
 
     digest: str  # SHA-256 hex over the other fields
     tokenizer_json: bytes  # the file format of the `tokenizers` library
@@ -58,7 +61,6 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     add_bos: bool  # a plain-text prompt gets the bos token in front
     vocab_size: int
-    max_model_len: int
     generation_defaults: dict[str, Any]  # temperature, top_p, top_k as the model's generation config says
 
     def digested(self) -> "TextBundle":

@@ -82,10 +82,13 @@ class Script:
 class ScriptedPod:
     """One pod on a free port of 127.0.0.1."""
 
-    def __init__(self, name: str, role: Role, *, compat: str = "compat", bundle: TextBundle | None = None) -> None:
+    def __init__(
+        self, name: str, role: Role, *, compat: str = "compat", bundle: TextBundle | None = None, context: int = 2048
+    ) -> None:
         self.name = name
         self.role: Role = role
         self.compat = compat
+        self.context = context  # tokens of prompt and answer
         self.incarnation = bytes(16)
         self.ready = True
         self.gone_after_fault = False  # not ready from its next fault on
@@ -199,7 +202,7 @@ class ScriptedPod:
             threads=1,
             block_size=BLOCK_SIZE,
             total_blocks=1000,
-            max_model_len=self.bundle.max_model_len,
+            max_model_len=self.context,
             max_running=64,
             token_budget=512,
             layout=make_layout(),

@@ -147,12 +147,21 @@ def test_only_a_running_decode_leg_can_be_asked() -> None:
 def test_legs_are_asked_again_after_a_while_and_so_many_at_a_time() -> None:
     """Only those on pods that leave; what runs no more is forgotten."""
     moves = Moves(Limits(moves=2, move_again_s=1.0))
-    places = [Place(f"r{number}", 0, "d1") for number in range(3)]
-    other = Place("x", 0, "d2")
-    assert moves.due([*places, other], {"d1"}, 0.0) == places[:2]
-    assert moves.due([*places, other], {"d1"}, 0.1) == places[2:]
-    assert moves.due([*places, other], {"d1"}, 0.9) == []
-    assert moves.due([places[0], other], {"d1"}, 1.0) == places[:1]
+    places = [Place(f"r{number}", 0, "d1", 64) for number in range(3)]
+    other = Place("x", 0, "d2", 64)
+    leaving = {"d1": 64}
+    assert moves.due([*places, other], leaving, 0.0) == places[:2]
+    assert moves.due([*places, other], leaving, 0.1) == places[2:]
+    assert moves.due([*places, other], leaving, 0.9) == []
+    assert moves.due([places[0], other], leaving, 1.0) == places[:1]
     assert len(moves) == 1
-    assert moves.due([places[0], other], (), 2.0) == []
+    assert moves.due([places[0], other], {}, 2.0) == []
     assert not len(moves)
+
+
+def test_an_answer_stays_where_no_stand_in_has_room_for_all_of_it() -> None:
+    """It ends where it is: elsewhere it would be cut short, or fail."""
+    moves = Moves(Limits())
+    short, long = Place("short", 0, "d1", 512), Place("long", 0, "d1", 513)
+    assert moves.due([long, short], {"d1": 512}, 0.0) == [short]
+    assert moves.due([long, short], {"d1": 513}, 0.1) == [long]

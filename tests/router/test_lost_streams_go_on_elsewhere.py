@@ -199,6 +199,36 @@ async def test_pods_of_another_model_do_not_go_on_with_an_answer(tmp_path: Path)
         assert await router.metric("router_gave_up_total", reason="no_pod") == 1
 
 
+async def test_a_pod_with_a_longer_context_goes_on_with_an_answer(tmp_path: Path) -> None:
+    """A rollout that changes only the context's length loses no answer: the pods have one text and one kind of KV."""
+    old, new = ScriptedPod("d1", "decode", context=2 * len(PROMPT)), ScriptedPod("d2", "decode", context=2048)
+    old.gone_after_fault = True
+    old.scripts["decode"].append(Script(fault="cut", after=5))
+    new.ready = False
+    async with running(tmp_path, old, new, wait=False) as router:
+        await router.wait_pods(1)
+        async with streamed(router) as response:
+            new.ready = True
+            body, broken = await read_all(response)
+        assert not broken
+        assert text_of(body) == PROMPT
+        assert [len(pod.legs) for pod in (old, new)] == [1, 1]
+
+
+async def test_a_pod_without_room_for_the_whole_answer_does_not_go_on_with_it(tmp_path: Path) -> None:
+    """It would end the answer early and call that its length: the stream ends in an error in its place."""
+    old, short = ScriptedPod("d1", "decode", context=2048), ScriptedPod("d2", "decode", context=2 * len(PROMPT) - 1)
+    old.gone_after_fault = True
+    old.scripts["decode"].append(Script(fault="cut", after=5))
+    async with running(tmp_path, old, short) as router:
+        async with streamed(router) as response:
+            body, broken = await read_all(response)
+        assert broken
+        assert_error_only(body)
+        assert [len(pod.legs) for pod in (old, short)] == [1, 0]
+        assert await router.metric("router_gave_up_total", reason="no_pod") == 1
+
+
 async def test_ids_beyond_the_router_s_room_are_not_kept_and_the_answer_is_not_resumed(tmp_path: Path) -> None:
     """The cap holds for all answers together; one that is over it is answered as long as its pod lives."""
     first, second = ScriptedPod("d1", "decode"), ScriptedPod("d2", "decode")

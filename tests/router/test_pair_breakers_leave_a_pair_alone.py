@@ -124,7 +124,7 @@ PODS = [make_pod("p1", "prefill"), make_pod("p2", "prefill"), make_pod("d1", "de
 
 
 def chosen(barred: set[tuple[str, str]], pods: list[Candidate], seed: int) -> tuple[str | None, str | None]:
-    ask = Ask("r", 500, 10, "t", barred=frozenset(barred))
+    ask = Ask("r", 500, 10, 10, "t", barred=frozenset(barred))
     decision = choose(ask, pods, Policy(), random.Random(seed))
     if barred:
         assert set(decision.filtered["pairs"]) == {" ".join(pair) for pair in barred}
@@ -161,7 +161,7 @@ def test_selection_with_barred_pairs_is_the_best_of_all_others() -> None:
             (p.name, d.name) for p in pods for d in pods if p is not d and p.serves("prefill") and d.serves("decode")
         ]
         barred = frozenset(pair for pair in pairs if rng.random() < 0.4)
-        decision = choose(Ask("r", 500, 10, "t", barred=barred), pods, Policy(disaggregate="always"), rng)
+        decision = choose(Ask("r", 500, 10, 10, "t", barred=barred), pods, Policy(disaggregate="always"), rng)
         allowed = [pair for pair in pairs if pair not in barred]
         if decision.decode is None:
             continue
@@ -219,11 +219,11 @@ def test_answer_whose_kv_waits_at_a_barred_pair_still_gets_the_only_decode_pod()
         pool.ferried("p1", "d1", "peer_dead", 0.0)
     assert pool.barred(0.0) == {("p1", "d1")}
     need = NeedPod("decode", frozenset(), "c", beside="p1", ferried=True, resume=True)
-    assert pool.choose_again(Ask("r", 500, 10, "t"), {}, 0.0, need).decode == "d1"
+    assert pool.choose_again(Ask("r", 500, 10, 10, "t"), {}, 0.0, need).decode == "d1"
     # A pod that failed on this request stays out, and a new request goes another way.
     failed_here = NeedPod("decode", frozenset({"d1"}), "c", beside="p1", ferried=True, resume=True)
-    assert pool.choose_again(Ask("r", 500, 10, "t"), {}, 0.0, failed_here).decode is None
-    assert pool.choose(Ask("r", 500, 10, "t"), {}, 0.0).prefill is None
+    assert pool.choose_again(Ask("r", 500, 10, 10, "t"), {}, 0.0, failed_here).decode is None
+    assert pool.choose(Ask("r", 500, 10, 10, "t"), {}, 0.0).prefill is None
 
 
 def test_answer_whose_kv_waits_prefers_a_decode_pod_that_can_get_it() -> None:
@@ -232,7 +232,7 @@ def test_answer_whose_kv_waits_prefers_a_decode_pod_that_can_get_it() -> None:
     for _ in range(3):
         pool.ferried("p1", "d1", "peer_dead", 0.0)
     need = NeedPod("decode", frozenset(), "c", beside="p1", ferried=True)
-    assert {pool.choose_again(Ask("r", 500, 10, "t"), {}, 0.0, need).decode for _ in range(20)} == {"d2"}
+    assert {pool.choose_again(Ask("r", 500, 10, 10, "t"), {}, 0.0, need).decode for _ in range(20)} == {"d2"}
 
 
 def test_pods_of_a_new_life_are_a_new_pair() -> None:
@@ -244,4 +244,4 @@ def test_pods_of_a_new_life_are_a_new_pair() -> None:
     assert record is not None
     record.informed(make_info("another life", "prefill"))
     assert pool.barred(0.0) == frozenset()
-    assert pool.choose(Ask("r", 500, 10, "t"), {}, 0.0).prefill == "p1"
+    assert pool.choose(Ask("r", 500, 10, 10, "t"), {}, 0.0).prefill == "p1"

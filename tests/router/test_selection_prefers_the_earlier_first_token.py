@@ -49,7 +49,9 @@ def make_pod(name: str, role: str = "both", **changes: Any) -> Candidate:
 
 
 def make_ask(tokens: int = 500, excluded: frozenset[str] = frozenset()) -> Ask:
-    return Ask(internal_id="r", prompt_tokens=tokens, growth_tokens=100, text_digest="t", excluded=excluded)
+    return Ask(
+        internal_id="r", prompt_tokens=tokens, answer_tokens=100, growth_tokens=100, text_digest="t", excluded=excluded
+    )
 
 
 def decide(*pods: Candidate, ask: Ask | None = None) -> Decision:
@@ -140,6 +142,7 @@ def test_unknown_load_is_neutral_and_not_out() -> None:
         ({"load": make_load(draining=True)}, "draining"),
         ({"text_digest": "other"}, "another tokenizer"),
         ({"max_model_len": 500}, "context is 500"),
+        ({"max_model_len": 599}, "context is 599"),
         ({"total_blocks": 31}, "holds 496"),
         ({"role": "prefill"}, "role is prefill"),
     ],

@@ -28,7 +28,10 @@ async def test_wait_for_a_thread_ends_at_the_deadline(monkeypatch: pytest.Monkey
     service = TextService(Limits(), "toy", b"x" * 32)
     until = asyncio.get_running_loop().time() + 0.1
     try:
-        asked = [service.prepare("completion", b"{}", toy_tools(), (), KeyExtras(), until=until) for _ in range(6)]
+        asked = [
+            service.prepare("completion", b"{}", toy_tools(), (), KeyExtras(), contexts=(8,), until=until)
+            for _ in range(6)
+        ]
         errors = await asyncio.gather(*asked, return_exceptions=True)
         assert [error.status for error in errors if isinstance(error, ApiError)] == [504] * 6
     finally:

@@ -109,7 +109,7 @@ class Router:
     def _move_legs(self) -> None:
         """Ask legs to leave pods that drain."""
         running = {
-            Place(name, *at): served
+            Place(name, *at, len(served.request.prompt) + served.request.sampling.max_tokens): served
             for name, served in self.served.items()
             if served.flow is not None and (at := served.flow.movable()) is not None
         }
@@ -240,7 +240,8 @@ class Router:
 
     @staticmethod
     def _ask(request: Request) -> Ask:
-        return Ask(request.name, len(request.prompt), request.n * request.sampling.max_tokens, "text")
+        answer = request.sampling.max_tokens
+        return Ask(request.name, len(request.prompt), answer, request.n * answer, "text")
 
     def _note(self, served: Served, decision: Decision) -> None:
         for scores in decision.scores.values():

@@ -468,6 +468,7 @@ def _stage(rng: random.Random, profile: Profile, stream: bool) -> str:
 
 def _make_sampling(rng: random.Random, prompt: tuple[int, ...], max_model_len: int, profile: Profile) -> Sampling:
     max_tokens = rng.choice((14, 20, 20)) if profile.longest_answer else rng.choice((1, 2, 5, 9, 14, 20))
+    max_tokens = min(max_tokens, max_model_len - len(prompt))  # as every request is cut to the context
     base = Sampling(
         seed=rng.getrandbits(63),
         max_tokens=max_tokens,

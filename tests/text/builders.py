@@ -15,6 +15,7 @@ from kvferry_wire.limits import DEFAULT_LIMITS, Limits
 from kvferry_wire.pod import TextBundle
 
 MODEL = "toy-model"
+CONTEXT = 512
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -76,7 +77,7 @@ def metaspace_json() -> bytes:
 
 
 def make_bundle(tokenizer_json: bytes | None = None, **changes: Any) -> TextBundle:
-    """A bundle around the byte-level tokenizer, with ChatML and a context of 512."""
+    """A bundle around the byte-level tokenizer, with ChatML."""
     encoded = tokenizer_json if tokenizer_json is not None else byte_level_json()
     size = Tokenizer.from_str(encoded.decode()).get_vocab_size()
     fields: dict[str, Any] = {
@@ -88,7 +89,6 @@ def make_bundle(tokenizer_json: bytes | None = None, **changes: Any) -> TextBund
         "eos_token_ids": (2,),
         "add_bos": False,
         "vocab_size": size,
-        "max_model_len": 512,
         "generation_defaults": {},
     }
     return TextBundle(**{**fields, **changes})
@@ -114,16 +114,25 @@ def make_body(kind: Kind, **changes: Any) -> dict[str, Any]:
 
 
 def prepare_bytes(
-    kind: Kind, body: bytes, tools: TextTools | None = None, limits: Limits = DEFAULT_LIMITS
+    kind: Kind,
+    body: bytes,
+    tools: TextTools | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    contexts: tuple[int, ...] = (CONTEXT,),
 ) -> PreparedRequest:
     used = tools if tools is not None else default_tools()
-    return prepare(kind, body, used.bundle, used.tokenizer, used.template, limits, (MODEL,))
+    return prepare(kind, body, used.bundle, used.tokenizer, used.template, limits, (MODEL,), contexts)
 
 
 def prepare_body(
-    kind: Kind, tools: TextTools | None = None, limits: Limits = DEFAULT_LIMITS, /, **changes: Any
+    kind: Kind,
+    tools: TextTools | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    contexts: tuple[int, ...] = (CONTEXT,),
+    /,
+    **changes: Any,
 ) -> PreparedRequest:
-    return prepare_bytes(kind, json.dumps(make_body(kind, **changes)).encode(), tools, limits)
+    return prepare_bytes(kind, json.dumps(make_body(kind, **changes)).encode(), tools, limits, contexts)
 
 
 def make_leg(

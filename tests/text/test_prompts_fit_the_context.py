@@ -7,9 +7,8 @@ import pytest
 from kvferry_text.errors import ApiError
 from kvferry_text.prepare import first_leg
 from kvferry_wire.canonical import KeyExtras
-from tests.text.builders import MODEL, default_tools, prepare_body
-
-CONTEXT = 512
+from kvferry_wire.limits import DEFAULT_LIMITS
+from tests.text.builders import CONTEXT, MODEL, default_tools, prepare_body
 
 
 def refusal(kind: Any, **changes: Any) -> ApiError:
@@ -51,6 +50,32 @@ def test_a_chat_answer_may_fill_the_context_and_a_completion_has_16_tokens() -> 
     assert prepare_body("completion").sampling.max_tokens == 16
     assert prepare_body("completion", max_tokens=None).sampling.max_tokens == 16
     assert prepare_body("completion", prompt=[5] * 505).sampling.max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "given", "most"),
+    [
+        ("completion", 400, 112, 112),  # the short one holds it
+        ("completion", 400, 113, 113),  # only the long one does
+        ("completion", 500, None, 16),  # the short one has no room for a completion's usual 16
+        ("completion", 1020, None, 4),
+        ("chat", None, None, None),  # all that the short one has
+    ],
+)
+def test_a_request_is_meant_for_the_shortest_context_that_holds_it(
+    kind: Any, prompt: int | None, given: int | None, most: int | None
+) -> None:
+    """While a rollout changes the context's length, pods have one or the other: all that fit may answer."""
+    fields: dict[str, Any] = {} if prompt is None else {"prompt": [5] * prompt}
+    prepared = prepare_body(kind, None, DEFAULT_LIMITS, (1024, 512), **fields, max_tokens=given)
+    assert prepared.sampling.max_tokens == (512 - len(prepared.prompt_ids) if most is None else most)
+
+
+def test_what_no_context_holds_is_refused_by_the_longest() -> None:
+    """The error names the context that had most room."""
+    with pytest.raises(ApiError) as caught:
+        prepare_body("completion", None, DEFAULT_LIMITS, (512, 1024), prompt=[5] * 1000, max_tokens=25)
+    assert "context is 1024, so at most 24 fit" in caught.value.message
 
 
 def test_min_tokens_cannot_exceed_the_answer() -> None:

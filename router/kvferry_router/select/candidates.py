@@ -13,6 +13,7 @@ class Ask:
 
     internal_id: str
     prompt_tokens: int
+    answer_tokens: int  # that each choice may have: the decode pod's context holds them beside the prompt
     growth_tokens: int  # tokens that the answer is expected to add, over all choices
     text_digest: str  # of the bundle that the prompt was tokenized with
     excluded: frozenset[str] = frozenset()  # pods that failed on this request

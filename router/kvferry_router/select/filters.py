@@ -18,7 +18,8 @@ def why_not(kind: Kind, pod: Candidate, ask: Ask) -> str:
         return "another tokenizer or chat template"
     if ask.compat_hash not in ("", pod.compat_hash):
         return "another model or layout of KV than the answer was begun with"
-    if ask.prompt_tokens >= pod.max_model_len:
+    # Prefill computes no further than the answer's first token.
+    if ask.prompt_tokens + (ask.answer_tokens if kind == "decode" else 1) > pod.max_model_len:
         return f"its context is {pod.max_model_len} tokens"
     if -(-ask.prompt_tokens // pod.block_size) > pod.total_blocks:
         return f"its KV cache holds {pod.total_blocks * pod.block_size} tokens"

@@ -57,7 +57,6 @@ def _folder_text(folder: ModelFolder) -> TextBundle:
         eos_token_ids=_eos_ids(folder, generation, tokenizer, eos_token),
         add_bos=_adds_bos(path, tokenizer, config, bos_token),
         vocab_size=folder.config.vocab_size,
-        max_model_len=folder.config.max_model_len,
         generation_defaults={name: generation[name] for name in _DEFAULTS if generation.get(name) is not None},
     )
     _check(bundle, tokenizer, path)

@@ -66,7 +66,6 @@ def gguf_text(file: GGUFFile, config: ModelConfig) -> TextBundle:
         eos_token_ids=config.eos_token_ids,
         add_bos=bool(add_bos) and bos_token is not None,
         vocab_size=config.vocab_size,
-        max_model_len=config.max_model_len,
         generation_defaults={},
     ).digested()
 

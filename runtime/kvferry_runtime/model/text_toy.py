@@ -39,6 +39,5 @@ def toy_text(spec: ToySpec) -> TextBundle:
         eos_token_ids=(spec.eos_token_id,),
         add_bos=False,
         vocab_size=spec.vocab,
-        max_model_len=spec.ctx,
         generation_defaults={},
     ).digested()

@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec
 from aiohttp import web
 
 from kvferry_runtime.engine.client import EngineClient
@@ -103,11 +102,10 @@ class _Server:
             self._config.ready_file.unlink(missing_ok=True)
 
     async def _on_ready(self, ready: Ready) -> None:
-        """At each start of the engine: the context length that it chose, the start-up line and the ready file."""
+        """At each start of the engine: the start-up line and the ready file; at the first one requests are let in."""
         pod, config = self.pod, self._config
-        if pod.text is None or pod.text.bundle.max_model_len != ready.max_model_len:
-            bundle = msgspec.structs.replace(self._text.bundle, max_model_len=ready.max_model_len).digested()
-            pod.text = msgspec.structs.replace(self._text, bundle=bundle)
+        if pod.text is None:
+            pod.text = self._text
             pod.legs = Legs(pod.engine, pod.text, pod.metrics, config.limits, config.max_running)
         _log.info(
             "ready: %s as %s, role %s, dtype %s, %d threads (%s); %s",

@@ -9,6 +9,7 @@ from kvferry_wire.pod import TextBundle
 
 _ID_CHARS = 128
 _ATTEMPTS = 2**31
+_TOKENS = 2**31
 
 
 def leg_fault(leg: Leg, bundle: TextBundle, limits: Limits) -> Fail | None:
@@ -22,6 +23,14 @@ def leg_fault(leg: Leg, bundle: TextBundle, limits: Limits) -> Fail | None:
     if not 1 <= len(leg.choices) <= limits.choices:
         return _invalid("n", f"n: {len(leg.choices)} choices given; 1 to {limits.choices} are accepted")
     return _ids_fault(leg, bundle) or _sampling_fault(leg.sampling, bundle, limits)
+
+
+def context_fault(leg: Leg, max_model_len: int) -> Fail | None:
+    """Whether a leg's whole answer has room here. Where it has not, another pod may serve it: it is not cut short."""
+    whole = len(leg.prompt_ids) + leg.sampling.max_tokens
+    if whole <= max_model_len:
+        return None
+    return Fail(kind="draining", message=f"Prompt and answer may have {whole} tokens; this pod takes {max_model_len}.")
 
 
 def _ids_fault(leg: Leg, bundle: TextBundle) -> Fail | None:
@@ -38,7 +47,7 @@ def _ids_fault(leg: Leg, bundle: TextBundle) -> Fail | None:
 def _sampling_fault(sampling: Sampling, bundle: TextBundle, limits: Limits) -> Fail | None:
     ranges: tuple[tuple[str, float, float, float], ...] = (
         ("seed", sampling.seed, 0, 2**63 - 1),
-        ("max_tokens", sampling.max_tokens, 1, bundle.max_model_len),
+        ("max_tokens", sampling.max_tokens, 1, _TOKENS - 1),
         ("min_tokens", sampling.min_tokens, 0, sampling.max_tokens),
         ("temperature", sampling.temperature, 0, 100),
         ("top_p", sampling.top_p, 0, 1),

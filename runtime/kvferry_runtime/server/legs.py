@@ -14,7 +14,7 @@ from kvferry_runtime.core.tombstones import Tombstones
 from kvferry_runtime.engine.child import EngineGoneError
 from kvferry_runtime.engine.client import EngineClient
 from kvferry_runtime.engine.streams import LegStream
-from kvferry_runtime.server.leg_check import leg_fault
+from kvferry_runtime.server.leg_check import context_fault, leg_fault
 from kvferry_runtime.server.metrics import LegClock, PodMetrics
 from kvferry_service import logs
 from kvferry_text.answer import AnswerWriter, Written
@@ -92,7 +92,7 @@ class Legs:
     async def generate(self, leg: Leg) -> AsyncGenerator[FrameGroup]:
         """The frames of a generate leg: ``Tokens`` and ``Alive``, then ``End`` or ``Fail``."""
         clock = self._metrics.started("generate", self._now())
-        fault = self._fault(leg)
+        fault = self._fault(leg, "generate")
         try:
             writer = None if fault is not None else AnswerWriter(leg, self._tools.tokenizer)
         except ValueError as error:
@@ -156,7 +156,7 @@ class Legs:
 
     # ---- starting
 
-    def _fault(self, leg: Leg) -> Fail | None:
+    def _fault(self, leg: Leg, kind: str) -> Fail | None:
         key = LegKey(leg.internal_id, leg.attempt)
         if self._tombstones.holds(key, self._now()):
             return Fail(kind="cancelled", message="The request was cancelled before it arrived.")
@@ -167,6 +167,8 @@ class Legs:
         if ready is not None and leg.compat_hash not in ("", ready.compat_hash):
             # An address may be another pod's by now. Another one may serve it.
             return Fail(kind="draining", message="This pod's model is not the one that the answer was begun with.")
+        if ready is not None and kind == "generate" and (fault := context_fault(leg, ready.max_model_len)) is not None:
+            return fault
         if self._engine.draining:
             return Fail(kind="draining", message="This pod takes nothing new.")
         if self._engine.running() >= self._most:
@@ -174,7 +176,7 @@ class Legs:
         return None
 
     def _open(self, leg: Leg, kind: str) -> LegStream | Fail:
-        fault = self._fault(leg)
+        fault = self._fault(leg, kind)
         if fault is not None:
             return fault
         submit = Submit(

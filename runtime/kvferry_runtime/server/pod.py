@@ -16,7 +16,7 @@ from kvferry_wire.pod import PodInfo, PodPorts
 
 @dataclass(slots=True)
 class Pod:
-    """One API server's parts. ``text`` and ``legs`` are there once the engine has said how long a context it takes."""
+    """One API server's parts. ``text`` and ``legs`` are there once the engine has started."""
 
     config: ServerConfig
     engine: EngineClient
@@ -37,11 +37,12 @@ class Pod:
             return "draining: nothing new is taken"
         return self.engine.not_ready()
 
+    def context(self) -> int:
+        """Tokens of the longest prompt and answer; 0 until the engine has said it."""
+        return 0 if self.engine.info is None else self.engine.info.max_model_len
+
     def models(self) -> ModelList:
-        ready = self.engine.info
-        return model_list(
-            (self.config.served_name,), created=self.created, max_model_len=0 if ready is None else ready.max_model_len
-        )
+        return model_list((self.config.served_name,), created=self.created, max_model_len=self.context())
 
     def ports(self, ready: Ready) -> PodPorts:
         return PodPorts(http=self.port, control=ready.control_port, data=ready.data_port, state=ready.state_port)

@@ -68,6 +68,7 @@ class _OpenAIRoutes:
             tools.template,
             self._limits,
             (self._pod.config.served_name,),
+            (self._pod.context(),),
         )
         deadline_s = self._limits.request_deadline_s - (asyncio.get_running_loop().time() - started)
         internal_id = new_id("int")

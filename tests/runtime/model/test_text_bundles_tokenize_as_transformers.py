@@ -57,7 +57,7 @@ def test_a_folders_bundle_holds_what_its_files_say(tmp_path: Path) -> None:
     assert (bundle.bos_token, bundle.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert bundle.eos_token_ids == (262,)
     assert bundle.generation_defaults == {"temperature": 0.7}
-    assert (bundle.vocab_size, bundle.max_model_len, bundle.add_bos) == (263, 2048, False)
+    assert (bundle.vocab_size, bundle.add_bos) == (263, False)
     assert bundle.digest == bundle.digested().digest
     assert len(bundle.digest) == 64
 

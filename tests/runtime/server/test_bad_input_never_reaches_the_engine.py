@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry_wire.frames import End, Fail
+from kvferry_wire.frames import End, Fail, Prefilled
 from tests.runtime.server.harness import PodProcess, frames, make_leg
 
 pytestmark = pytest.mark.processes
@@ -46,7 +46,6 @@ BAD_LEGS: list[dict[str, Any]] = [
     {"prompt_ids": (-1,)},
     {"prompt_ids": (512,)},
     {"prompt_ids": (2**63,)},
-    {"prompt_ids": (65,) * 3000},
     {"n": 0},
     {"n": 9},
     {"emitted": ((600,),)},
@@ -102,6 +101,24 @@ async def test_bad_legs_end_in_one_fail(pod: PodProcess, kind: str) -> None:
             assert fail.message
         assert isinstance((await frames(client, "generate", make_leg(f"good-{kind}")))[-1], End)
     assert pod.engine_pid == engine_pid
+
+
+async def test_a_leg_whose_answer_has_no_room_is_left_to_another_pod(pod: PodProcess) -> None:
+    """A generate leg is not begun where it could only be cut short; prefill computes no further than the prompt."""
+    async with pod.client() as client:
+        leg = make_leg("roomless", prompt_ids=(65,) * 2000, sampling={"max_tokens": 49})
+        long = make_leg("too-long", prompt_ids=(65,) * 3000)
+        for kind, given, told, whole in (
+            ("generate", leg, "draining", "2049"),
+            ("generate", long, "draining", "3016"),
+            ("prefill", long, "invalid", "3000"),
+        ):
+            fail = (await frames(client, kind, given))[-1]
+            assert isinstance(fail, Fail)
+            assert (fail.kind, whole in fail.message, "2048" in fail.message) == (told, True, True), fail
+        fits = make_leg("fits", prompt_ids=(65,) * 2000, sampling={"max_tokens": 48, "stop_token_ids": (0,)})
+        assert isinstance((await frames(client, "generate", fits))[-1], End)
+        assert isinstance((await frames(client, "prefill", msgspec.structs.replace(leg, attempt=1)))[-1], Prefilled)
 
 
 async def test_what_is_no_leg_is_400(pod: PodProcess) -> None:
