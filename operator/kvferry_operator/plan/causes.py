@@ -213,7 +213,7 @@ def _ended(pod: Object, state: Object, spec: Object, ended: Object) -> Cause:
         role = pod["metadata"].get("labels", {}).get(COMPONENT, "decode")
         return _cause(
             "OutOfMemory",
-            f"{where}: ended for using more memory than it may ({limit}); raise"
+            f"{where}: ended ({code}, OOMKilled) for using more memory than it may ({limit}); raise"
             f" spec.{role}.resources.limits.memory or lower spec.engine.kvMemory",
         )
     if state["name"] == FETCH:
