@@ -1,6 +1,7 @@
 """Clients: each sends one request, reads its answer, judges every character at once, and may leave."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry_router import flow_messages as messages
 from tests.simulation.answers import DONE, Answer, events, read_ending
@@ -9,6 +10,9 @@ from tests.simulation.invariants import check_forgotten, check_no_work
 from tests.simulation.links import GOOD, Stream
 from tests.simulation.scenario import Request
 from tests.simulation.world import Process, Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.router_shell import Router
 
 _FORGOTTEN_S = 1.0
 _AT_WORK_S = 2.5  # a step that was slowed down, a cut that was noticed late
@@ -31,18 +35,26 @@ class Client:
     got: int = 0
     left_at: float | None = None
     stream: Stream | None = None
+    router: str = ""  # that took the request
     _going: bool = False
 
     def start(self) -> None:
-        router = self.fabric.router
         self.texts = ["" for _ in range(self.request.n)]
-        if not router.process.up:
+        router = self._reach()
+        if router is None:
             self._end("refused")
             return
+        self.router = router.name
         self.stream = self.fabric.stream("client", self.request.name, (self, router), self.process, router.process)
         self.stream.send(0, self.request)
         if self.request.leaves_at is not None:
             self.process.soon(self.request.leaves_at, self.leave)
+
+    def _reach(self) -> "Router | None":
+        """A router of the service: any of them, but one that is up before one that is not."""
+        routers = sorted(self.fabric.routers.values(), key=lambda router: router.name)
+        rng = self.process.world.rng(f"reaches/{self.request.name}")
+        return next((router for router in rng.sample(routers, len(routers)) if router.process.up), None)
 
     def on_stage(self, stage: str) -> None:
         """The request is at a stage: whoever leaves there does so at once, or a moment later."""

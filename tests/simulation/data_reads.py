@@ -6,15 +6,17 @@ from typing import Any, Protocol
 
 from kvferry_runtime.core.messages import LegKey
 from kvferry_runtime.transfer.backends.base import ReadJob, ReadState, ReadStatus
+from kvferry_runtime.transfer.checksums import first_damaged
 from kvferry_runtime.transfer.reasons import RecomputeReason
-from kvferry_wire.control import LeaseRef
-from kvferry_wire.data import ReadReply, ReadRequest
+from kvferry_wire.control import LeaseAnswer
+from kvferry_wire.data import ReadReply, ReadRequest, ReleaseRequest
 from kvferry_wire.limits import Limits
 from tests.simulation.fabric import Fabric
 from tests.simulation.links import Stream
 from tests.simulation.toy_runner import ToyMemory
 from tests.simulation.world import Process, Violation
 
+_RELEASE_ANSWER: dict[str, LeaseAnswer] = {"ok": "held", "expired": "expired", "unknown": "unknown"}
 _STATUS_REASON = {"expired": RecomputeReason.LEASE_EXPIRED, "unknown": RecomputeReason.LEASE_UNKNOWN}
 
 
@@ -40,7 +42,7 @@ class Engine(Protocol):
 class Reading:
     """One read, over a connection of its own."""
 
-    lease: LeaseRef
+    job: ReadJob
     blocks: tuple[int, ...]
     request: str
     stream: Stream | None = None
@@ -68,7 +70,7 @@ class SimulatedBackend:
     def read(self, peer: object, job: ReadJob) -> Reading:
         assert isinstance(peer, str)
         key = self._engine.pull_of(job.blocks[0])
-        reading = Reading(job.lease, job.blocks[0], "" if key is None else key.internal_id)
+        reading = Reading(job, job.blocks[0], "" if key is None else key.internal_id)
         reading.stream = self._fabric.data_stream(self._engine.name, peer, self, reading.request)
         self._by_stream[reading.stream] = reading
         self._ask(reading)
@@ -92,18 +94,26 @@ class SimulatedBackend:
     def _ask(self, reading: Reading) -> None:
         """The next range of blocks."""
         assert reading.stream is not None
-        lease = reading.lease
+        lease = reading.job.lease
         count = min(self._limits.read_blocks, len(reading.blocks) - reading.asked)
         first, reading.asked = reading.asked, reading.asked + count
         reading.stream.send(
             0, ReadRequest(lease.incarnation, lease.epoch, lease.lease_id, lease.prompt_digest, 0, first, count)
         )
 
-    def _end(self, reading: Reading, reason: RecomputeReason | None) -> None:
+    def _all_is_here(self, reading: Reading) -> None:
+        """Release the lease behind the last byte, as the tcp back end does; the pull asks itself if no answer comes."""
+        assert reading.stream is not None
+        job = reading.job
+        reading.stream.send(0, ReleaseRequest(reader=job.reader, id=job.release_id, lease=job.lease))
+        self._engine.process.soon(self._limits.control_reply_s / 2, self._end, reading, None)
+        self._engine.reads_moved()
+
+    def _end(self, reading: Reading, reason: RecomputeReason | None, answer: LeaseAnswer | None = None) -> None:
         if reading.end is not None:
             return
         nbytes = reading.arrived * self._engine.memory.block_bytes
-        done = ReadStatus(ReadState.DONE, nbytes)
+        done = ReadStatus(ReadState.DONE, nbytes, answer=answer)
         reading.end = done if reason is None else ReadStatus(ReadState.FAILED, nbytes, reason)
         assert reading.stream is not None
         reading.stream.close(0)
@@ -118,7 +128,10 @@ class SimulatedBackend:
         if reading is None:
             return
         if isinstance(message, ReadReply):
-            if message.status != "ok":
+            if reading.arrived == len(reading.blocks):
+                self._engine.process.world.count("released_on_the_data_plane")
+                self._end(reading, None, _RELEASE_ANSWER[message.status])
+            elif message.status != "ok":
                 self._end(reading, _STATUS_REASON[message.status])
             return
         index, data = message
@@ -129,14 +142,29 @@ class SimulatedBackend:
                 f"a read writes block {reading.blocks[index]}, which is no pull's any more",
                 reading.request,
             )
-        self._engine.memory.write(reading.blocks[index], data, self._engine.tenant_of(key))
+        self._engine.memory.write(reading.blocks[index], self._perhaps_damaged(data), self._engine.tenant_of(key))
         reading.arrived += 1
+        sums = reading.job.checksums
+        if sums and first_damaged(self._engine.memory, 0, (reading.blocks[index],), sums[0], index) is not None:
+            self._engine.process.world.count("damage_found")
+            self._end(reading, RecomputeReason.CHECKSUM)
+            return
         if reading.arrived == len(reading.blocks):
-            self._end(reading, None)
+            self._all_is_here(reading)
             return
         if reading.arrived == reading.asked:
             self._ask(reading)
         self._engine.reads_moved()
+
+    def _perhaps_damaged(self, data: bytes) -> bytes:
+        """A bit flips on the way, now and then."""
+        world, damaged = self._engine.process.world, self._fabric.profile.damaged
+        if not damaged or world.now >= world.faulty_until or self._rng.random() >= damaged:
+            return data
+        world.count("blocks_damaged")
+        changed = bytearray(data)
+        changed[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+        return bytes(changed)
 
     def on_close(self, stream: Stream) -> None:
         self.on_cut(stream)
@@ -144,4 +172,5 @@ class SimulatedBackend:
     def on_cut(self, stream: Stream) -> None:
         reading = self._by_stream.get(stream)
         if reading is not None:
-            self._end(reading, RecomputeReason.READ_ERROR)
+            all_is_here = reading.arrived == len(reading.blocks)
+            self._end(reading, None if all_is_here else RecomputeReason.READ_ERROR)

@@ -39,8 +39,9 @@ class Fabric:
         self.world = world
         self.profile = profile
         self.limits = limits
+        self.checksums = world.rng("checksums").choice(profile.checksums)
         self.pods: dict[str, Pod] = {}
-        self.router: Router
+        self.routers: dict[str, Router] = {}
         self.answers: dict[str, dict[str, tuple[Answer, ...]]] = {}  # the right ones, by request and compat hash
         self.cached: dict[str, set[int]] = {}  # cached prompt tokens that a request may be told of
         self.clients: dict[str, Client] = {}

@@ -49,8 +49,8 @@ class Faults:
     def pause(self, fault: Fault) -> None:
         process = self._process(fault.target)
         if process.up and not process.paused:
-            if fault.target == "router":
-                self._fabric.router.pauses += 1
+            if (router := self._fabric.routers.get(fault.target)) is not None:
+                router.pauses += 1
             else:
                 self._fabric.pods[fault.target].available_since = float("inf")
             process.pause()
@@ -65,13 +65,13 @@ class Faults:
                 pod.available_since = float("inf") if pod.core.load().draining else self._world.now
 
     def crash_router(self, fault: Fault) -> None:
-        router = self._fabric.router
+        router = self._fabric.routers[fault.target]
         if router.process.up:
             router.die()
             self._after(fault.seconds, router.restart)
 
     def stop_router(self, fault: Fault) -> None:
-        router = self._fabric.router
+        router = self._fabric.routers[fault.target]
         if router.process.up and not router.process.paused:
             router.stop()
             self._after(0.02, self._end_router, fault)
@@ -101,6 +101,12 @@ class Faults:
     def reset_cache(self, fault: Fault) -> None:
         self._fabric.pods[fault.target].reset_cache()
 
+    def squeeze(self, fault: Fault) -> None:
+        """Allocation fails: all blocks that could be given are taken by nobody in particular, for a time."""
+        pod = self._fabric.pods[fault.target]
+        if pod.process.up:
+            pod.squeeze(fault.seconds)
+
     def drain(self, fault: Fault) -> None:
         pod = self._fabric.pods[fault.target]
         if pod.process.up:
@@ -115,4 +121,5 @@ class Faults:
             pod.process.soon(0.1, pod.depart, self._world.now + GRACE_S)
 
     def _process(self, name: str) -> Process:
-        return self._fabric.router.process if name == "router" else self._fabric.pods[name].process
+        found = self._fabric.routers.get(name) or self._fabric.pods[name]
+        return found.process

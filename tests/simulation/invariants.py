@@ -176,7 +176,8 @@ def _check_given_up(router: "Router", served: "Served", record: "Record") -> Non
 def _could_answer(pod: "Pod", router: "Router", served: "Served") -> bool:
     """Whether a pod has been there for a while, so that an answer that has begun should have gone on there."""
     fabric = router.fabric
-    since = max(pod.available_since, _reached_since(pod, fabric))
+    # A step that outlasts the stall timeout looks like the end of its engine.
+    since = max(pod.available_since, pod.slow_until, _reached_since(pod, fabric))
     return (
         pod.setup.role in ("decode", "both")
         and pod.compat_hash == served.compat_hash
@@ -185,6 +186,6 @@ def _could_answer(pod: "Pod", router: "Router", served: "Served") -> bool:
 
 
 def _reached_since(pod: "Pod", fabric: "Fabric") -> float:
-    """When the pod and the router could speak to each other last for the first time."""
-    ways = (("router", pod.name), (pod.name, "router"))
+    """When the pod and every router could speak to each other last for the first time."""
+    ways = [way for router in fabric.routers for way in ((router, pod.name), (pod.name, router))]
     return max(pod.awake_since, *(fabric.wire("http", *way).closed_until for way in ways))

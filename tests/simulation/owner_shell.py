@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from kvferry_runtime.core.messages import GrantLease, LeaseEnded
+from kvferry_runtime.transfer.checksums import METHOD, block_sums
 from kvferry_runtime.transfer.handshake import OwnSide, answer_hello
 from kvferry_runtime.transfer.lease import LeaseTable
 from kvferry_wire import PROTOCOL_VERSION
@@ -18,7 +19,7 @@ from kvferry_wire.control import (
     Release,
     Renew,
 )
-from kvferry_wire.data import ReadReply, ReadRequest
+from kvferry_wire.data import DataRequest, ReadReply, ReleaseRequest
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.limits import Limits
 from tests.simulation.fabric import KEYS, Fabric, layout
@@ -73,6 +74,8 @@ class OwnerShell:
             compat_hash=self._engine.compat_hash,
             layout=layout(),
             lease_ms=round(self._limits.lease_s * 1000),
+            checksum=METHOD if self._fabric.checksums else "",
+            checksums=block_sums(self._engine.memory, grant.blocks) if self._fabric.checksums else (),
             prompt_digest=grant.prompt_digest,
         ).signed(KEYS.kv or b"")
         self._fabric.granted.append(handle)
@@ -125,7 +128,13 @@ class OwnerShell:
 
     # ---- data plane
 
-    def on_message(self, stream: Stream, message: ReadRequest) -> None:
+    def on_message(self, stream: Stream, message: DataRequest) -> None:
+        if isinstance(message, ReleaseRequest):
+            answer = self.table.release(message.lease, message.reader, message.id, self._process.now)
+            self._process.log("", f"released {message.lease.lease_id} #{message.id} on its connection: {answer}")
+            self._tell()
+            stream.send(1, ReadReply("ok" if answer == "held" else answer, 0))
+            return
         ref = LeaseRef(message.lease_id, message.incarnation, message.epoch, message.prompt_digest)
         found = self.table.lookup(ref)
         if found.answer != "held":

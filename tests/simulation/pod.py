@@ -110,6 +110,7 @@ class Pod:
         self._turn_due = False
         self._round_due = False
         self._ticks = 0
+        self._squeezes = 0
         self._handles: dict[LegKey, KVHandle] = {}
         self.leases: dict[LegKey, int] = {}  # that were ever granted, by their prefill leg
         self._numbers = StateNumbers(self.incarnation, self.limits)
@@ -324,9 +325,9 @@ class Pod:
         self.process.soon(self.limits.alive_interval_s / self.process.clock.rate, self._beat)
 
     def _publish(self) -> None:
-        router = self.fabric.router
         for message in self._numbers.messages(self.core.drain_kv_events(), self.core.load(), self.process.now):
-            self.fabric.message("state", self.name, router.process, router.on_state, "", self.name, message)
+            for router in self.fabric.routers.values():
+                self.fabric.message("state", self.name, router.process, router.on_state, "", self.name, message)
 
     def snapshot(self) -> Snapshot:
         self._publish()
@@ -338,6 +339,24 @@ class Pod:
         if not self._busy:
             self.core.reset_prefix_cache()
             self.touched = True
+
+    def squeeze(self, seconds: float) -> None:
+        """Take all blocks that could be given, as the leases of unheard-of readers do, for so long."""
+        if self._busy:
+            self.process.soon(0.001, self.squeeze, seconds)  # its step is under way
+            return
+        kv = self.core._kv
+        count = kv.pool.available
+        if not count:
+            return
+        self._squeezes += 1
+        blocks = tuple(kv.pool.allocate(count))
+        kv.hand_over(blocks, -self._squeezes)
+        kv.pool.release(blocks)
+        self.touched = True
+        self.world.count("blocks_squeezed", count)
+        self.process.log("", f"{count} blocks are taken")
+        self.process.soon(seconds, self.post, LeaseEnded(lease_id=-self._squeezes, why="expired"))
 
     @property
     def rests(self) -> bool:

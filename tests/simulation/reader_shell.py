@@ -50,7 +50,11 @@ class ReaderShell:
         self._next_id = itertools.count(1).__next__
         self._peers = PeerBook(next_id=self._next_id, limits=limits)
         backend = SimulatedBackend(engine, fabric, limits)
-        self._reads = ReadSlots({"tcp": backend}, limits.transfers)  # type: ignore[dict-item]  # it has what slots use
+        self._reads = ReadSlots(
+            {"tcp": backend},  # type: ignore[dict-item]  # it has what slots use
+            limits.transfers,
+            reader=engine.incarnation,
+        )
         self._awaited: dict[int, Pull] = {}
         self._timer = Timer(self._process, self.round)
         self.pulls: dict[LegKey, Pull] = {}
@@ -150,7 +154,8 @@ class ReaderShell:
                     self._send(pull.peer, message_id, Release(lease=pull.lease), request)
                 case flow.SendFailed(message_id, reason):
                     self._send(pull.peer, message_id, Failed(lease=pull.lease, reason=reason), request)
-                case flow.Read():
+                case flow.Read(release_id):
+                    pull.release_id = release_id
                     self._reads.enqueue(pull)
                 case flow.StopRead():
                     if not self._reads.stop(pull):

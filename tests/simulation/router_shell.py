@@ -56,7 +56,7 @@ class Served:
 
 class RouterProcess(Process):
     def __init__(self, world: World, router: "Router", clock: Clock) -> None:
-        super().__init__(world, "router", clock)
+        super().__init__(world, router.name, clock)
         self._router = router
 
     def after_event(self) -> None:
@@ -66,7 +66,10 @@ class RouterProcess(Process):
 class Router:
     """Moves what the router's cores say. One address; its lives follow each other."""
 
-    def __init__(self, world: World, clock: Clock, fabric: Fabric, limits: Limits, scenario: Scenario) -> None:
+    def __init__(
+        self, world: World, name: str, clock: Clock, fabric: Fabric, limits: Limits, scenario: Scenario
+    ) -> None:
+        self.name = name
         self.world = world
         self.fabric = fabric
         self.limits = limits
@@ -76,11 +79,11 @@ class Router:
         self.deaths = 0
         self.policy = scenario.policy
         self._min_prefill_tokens = scenario.min_prefill_tokens
-        self._rng: random.Random = world.rng("router")
-        self._forger = world.rng("forger")
-        self._late = world.rng("late")
+        self._rng: random.Random = world.rng(name)
+        self._forger = world.rng(f"forger/{name}")
+        self._late = world.rng(f"late/{name}")
         self._handles: list[KVHandle] = []
-        fabric.router = self
+        fabric.routers[name] = self
 
     # ---- life
 
@@ -122,7 +125,7 @@ class Router:
                 pod.server.on_handoff(place.internal_id, place.attempt)
 
             what = f"move {place.internal_id}#{place.attempt}"
-            self.fabric.message("http", "router", pod.process, deliver, place.internal_id, what)
+            self.fabric.message("http", self.name, pod.process, deliver, place.internal_id, what)
 
     def stop(self) -> None:
         """Told to stop, with no grace: what is under way ends in an error, what comes is refused."""
@@ -139,11 +142,11 @@ class Router:
         for name in self.served:
             self.world.at(self.world.now + FREED_S, None, invariants.check_no_work, (name, self.fabric))
         self.process.die()
-        self.fabric.cut_streams("router", at_once=True)
+        self.fabric.cut_streams(self.name, at_once=True)
 
     def restart(self) -> None:
         if not self.process.up:
-            self.world.log("router", "", "starts again")
+            self.world.log(self.name, "", "starts again")
             self.start()
 
     # ---- clients
@@ -370,7 +373,7 @@ class Router:
         if leg.handle is not None:
             leg = msgspec.structs.replace(leg, handle=self._perhaps_forged(leg.handle, request))
         end = _LegEnd(self, served, leg.attempt)
-        wire = self.fabric.wire("http", "router", pod_name)
+        wire = self.fabric.wire("http", self.name, pod_name)
         connect = wire.delay() + (5.0 if wire.partitioned() else 0.0)
         if not pod.process.up or connect > self.limits.connect_timeout_s:
             self.process.soon(min(connect, self.limits.connect_timeout_s), end.closed, "refused")
@@ -391,7 +394,7 @@ class Router:
         def deliver(_: str) -> None:
             pod.server.on_abort(name, attempt)
 
-        self.fabric.message("http", "router", pod.process, deliver, name, f"abort {name}#{attempt}")
+        self.fabric.message("http", self.name, pod.process, deliver, name, f"abort {name}#{attempt}")
 
     def on_leg(self, served: Served, event: messages.LegFrames | messages.LegClosed) -> None:
         self.feed(served, event)
@@ -440,8 +443,8 @@ class Router:
     def leftovers(self) -> str:
         flows = [served.flow for served in self.served.values()]
         return (
-            f"router: requests {flows}, bookings {len(self.view.pool.bookings)}, running {self.admission.running}, "
-            f"ids {self.budget.held}"
+            f"{self.name}: requests {flows}, bookings {len(self.view.pool.bookings)}, "
+            f"running {self.admission.running}, ids {self.budget.held}"
         )
 
 

@@ -73,7 +73,7 @@ class PodView:
     def _answer(self, pod: "Pod") -> Probe:
         if not pod.process.up:
             return Probe("refused")
-        if pod.process.paused or self._fabric.parted("router", pod.name):
+        if pod.process.paused or self._fabric.parted(self._process.name, pod.name):
             return Probe("late")
         return Probe("not_ready", "draining") if pod.core.load().draining else Probe("ready")
 
@@ -85,7 +85,7 @@ class PodView:
     def _apply(self, pod: str, effects: list[FeedEffect]) -> None:
         for fetch in self.pool.apply(pod, effects):
             process = self._fabric.pods[pod].process
-            self._fabric.message("state", "router", process, self._asked_for_snapshot, "", pod, fetch.number)
+            self._fabric.message("state", self._process.name, process, self._asked_for_snapshot, "", pod, fetch.number)
             self._process.soon(1.0, self._snapshot_late, pod, fetch.number)
 
     def _asked_for_snapshot(self, pod: str, number: int) -> None:

@@ -45,10 +45,13 @@ class Simulation:
             Pod(world, setup, self._clock(setup.name), fabric, limits, scenario.max_model_len)
             for setup in scenario.pods
         ]
-        self.router = Router(world, self._clock("router"), fabric, limits, scenario)
+        self.routers = [
+            Router(world, name, self._clock(name), fabric, limits, scenario) for name in scenario.profile.routers
+        ]
         for pod in self.pods:
             pod.start()
-        self.router.start()
+        for router in self.routers:
+            router.start()
         process = Process(world, "client", self._clock("client"))
         self.clients = []
         models = sorted({setup.model for setup in scenario.pods})
@@ -106,8 +109,7 @@ class Simulation:
             self.world.now > self.world.faulty_until
             and not self.world.in_flight
             and all(client.outcome for client in self.clients)
-            and self.router.rests
-            and not self.router.view.lags()
+            and all(router.rests and not router.view.lags() for router in self.routers)
             and all(pod.process.up and not pod.process.paused and pod.rests for pod in self.pods)
         )
 
@@ -115,22 +117,30 @@ class Simulation:
         for client in self.clients:
             if not client.outcome:
                 raise Violation("no_outcome", f"nothing was answered by {self.world.now:.1f} s", client.request.name)
-            if client.outcome in ("no_end", "refused", "stopping") and not self.router.deaths:
-                raise Violation("cut_off", f"{client.outcome}, and no router died", client.request.name)
-        if not self.router.rests:
-            name = next(iter(self.router.served), "")
-            raise Violation("leak", self.router.leftovers(), name)
+        self._check_routers()
         for pod in self.pods:
             pod.core.check_integrity()
             if not pod.rests:
                 raise Violation("leak", pod.leftovers())
-        lag = self.router.view.lags()
-        if lag:
-            raise Violation("index", f"the router's index is not what the pods have: {lag}")
         if self.scenario.profile.answers_all:
             for client in self.clients:
-                if client.outcome not in ("ok", "left", "over_capacity", *self._by_policy()):
+                ended_by_router = ("no_end", "refused", "stopping")  # judged above
+                if client.outcome not in ("ok", "left", "over_capacity", *ended_by_router, *self._by_policy()):
                     raise Violation("failed", f"{client.outcome} though it could be answered", client.request.name)
+
+    def _check_routers(self) -> None:
+        """Only their own clients feel the death of one, and at the end each knows what the pods have."""
+        died = {router.name: router.deaths > 0 for router in self.routers}
+        for client in self.clients:
+            if client.outcome == "refused" and not all(died.values()):
+                raise Violation("cut_off", "refused, and there was a router", client.request.name)
+            if client.outcome in ("no_end", "stopping") and not died[client.router]:
+                raise Violation("cut_off", f"{client.outcome}, and {client.router} lives", client.request.name)
+        for router in self.routers:
+            if not router.rests:
+                raise Violation("leak", router.leftovers(), next(iter(router.served), ""))
+            if lag := router.view.lags():
+                raise Violation("index", f"the index of {router.name} is not what the pods have: {lag}")
 
     def _by_policy(self) -> tuple[str, ...]:
         return ("transfer_failed",) if self.scenario.policy == "fail" else ()

@@ -97,7 +97,7 @@ class Fault:
     kind: str
     at: float
     seconds: float
-    target: str  # a pod, or "router"
+    target: str  # a pod, or a router
     other: str = ""  # the other end of a link
 
 
@@ -125,6 +125,8 @@ class Profile:
     shape: tuple[Role, ...] = ()  # roles of the pods; none: by chance
     opposed: bool = False  # decode's clocks run slow and all others fast, as far as drift goes
     forged: float = 0.0  # share of handles that are swapped for another request's, or changed
+    checksums: tuple[bool, ...] = (True, False)  # whether ferried blocks have them, by chance
+    damaged: float = 0.0  # share of ferried blocks in which a bit flips on the way
     slow_data: float = 0.0  # seconds between two blocks on the data plane, at most
     requests: tuple[int, int] = (6, 14)
     slowness: float = 1.0  # steps take so many times as long
@@ -133,6 +135,7 @@ class Profile:
     policies: tuple[FailurePolicy, ...] = ("recompute",)
     poison: bool = False  # one request ends each pod that computes it, and comes twice
     forgetful: bool = False  # the router has room for few ids
+    routers: tuple[str, ...] = ("router",)
     drift: float = 0.0  # clocks run up to so much faster or slower
 
     @property
@@ -149,7 +152,7 @@ class Profile:
         """Whether nothing keeps the service from answering whom it takes: KV may be lost or late, requests not."""
         if self.poison:
             return False
-        harmless = {"reset_cache", "part_control"}
+        harmless = {"reset_cache", "part_control", "squeeze", "crash_router", "stop_router"}
         return self.http == GOOD and set(self.kinds) <= harmless and not self.hurried and not self.failing_steps
 
 
@@ -204,6 +207,7 @@ PROFILES = (
     Profile("tight_leaving", blocks=(8, 14), requests=(8, 14), leaving=0.4, slow_data=0.2),
     Profile("parted", kinds=("part", "part_one_way"), faults=(1, 3), control=_LOSSY, slow_data=0.2),
     Profile("forged", forged=0.5, requests=(12, 18), longest_prompt=16),
+    Profile("damaged", damaged=0.1, checksums=(True,), slow_data=0.05, policies=("recompute", "retry", "fail")),
     Profile("cut", kinds=("cut_streams",), faults=(2, 6), slow_data=0.2),
     Profile("restless", kinds=("reset_cache", "drain", "slow_steps"), faults=(1, 4), blocks=(10, 24)),
     Profile("hurried", hurried=0.6, blocks=(12, 24), slow_data=0.2, kinds=("slow_steps",), faults=(0, 1), drift=0.2),
@@ -237,6 +241,7 @@ PROFILES = (
         blocks=(8, 10),
         lease_share=1.0,
         transfer_floor_s=2.5,
+        checksums=(False,),  # the leases alone must do
         decode_blocks=(40, 60),
         slow_data=1.5,
         requests=(20, 26),
@@ -345,6 +350,42 @@ PROFILES = (
         slow_data=0.1,
         longest_answer=True,
     ),
+    # Two routers over the same pods: what one of them suffers, the clients of the other never feel.
+    Profile(
+        "two_routers",
+        shape=("prefill", "decode", "prefill", "decode"),
+        kinds=("crash_router", "stop_router"),
+        faults=(1, 3),
+        slowness=6.0,
+        spread=2.0,
+        slow_data=0.1,
+        longest_answer=True,
+        routers=("router", "router-1"),
+        requests=(12, 18),
+    ),
+    # The same while pods drain and die: each router moves and resumes its own.
+    Profile(
+        "two_routers_departing",
+        shape=("prefill", "decode", "prefill", "decode"),
+        kinds=("crash_router", "pause", "crash", "depart", "cut_streams", "part_one_way"),
+        faults=(3, 7),
+        slowness=10.0,
+        spread=3.0,
+        longest_answer=True,
+        slow_data=0.1,
+        routers=("router", "router-1"),
+    ),
+    # For a while no block can be had: allocation fails, under answers that run and for KV that comes.
+    Profile(
+        "squeezed",
+        kinds=("squeeze", "squeeze", "squeeze", "reset_cache"),
+        faults=(2, 6),
+        blocks=(14, 30),
+        slow_data=0.1,
+        slowness=4.0,
+        spread=2.0,
+        policies=("recompute", "recompute", "retry", "fail"),
+    ),
     # Prefill dies and comes back while decode still waits for blocks to pull into.
     Profile("reborn", kinds=("crash_prefill",), faults=(2, 5), decode_blocks=(9, 12), slow_data=0.3, requests=(10, 14)),
     Profile(
@@ -394,7 +435,7 @@ def make_scenario(seed: int, profile_name: str | None = None) -> Scenario:
 
 
 def _make_drift(rng: random.Random, profile: Profile, pods: list[str]) -> dict[str, float]:
-    drift = {name: 1 + profile.drift * rng.uniform(-1, 1) for name in [*pods, "router", "client"]}
+    drift = {name: 1 + profile.drift * rng.uniform(-1, 1) for name in [*pods, *profile.routers, "client"]}
     if profile.opposed:
         drift |= {name: 1 + profile.drift * (-1 if name.startswith("d") else 1) for name in pods}
     return drift
@@ -495,15 +536,13 @@ def _make_faults(rng: random.Random, profile: Profile, pods: list[str], spread: 
     for _ in range(rng.randint(*profile.faults)):
         kind = rng.choice(profile.kinds)
         target = rng.choice(pods)
-        others = [name for name in [*pods, "router"] if name != target]
+        others = [name for name in [*pods, *profile.routers] if name != target]
         if kind == "crash_prefill":
             target = pods[0]
         if kind == "part_control":
             target, others = pods[-1], pods[:1]
-        if kind.endswith("_router"):
-            target = "router"
-        if kind == "pause" and rng.random() < 0.25:
-            target = "router"
+        if kind.endswith("_router") or (kind == "pause" and rng.random() < 0.25):
+            target = rng.choice(profile.routers)
         seconds = {
             "engine_dies": 0.2 + 0.5 * rng.random(),
             "crash": 0.2 + 3 * rng.random(),
@@ -512,6 +551,7 @@ def _make_faults(rng: random.Random, profile: Profile, pods: list[str], spread: 
             "part_control": 1.0 + 1.4 * rng.random(),
             "crash_prefill": 0.02 + 0.3 * rng.random(),
             "slow_steps": 1 + 2 * rng.random(),
+            "squeeze": 0.1 + 2.4 * rng.random(),
         }.get(kind, 0.2 + 4 * rng.random() ** 2)
         at = 1.2 * spread * rng.random() if rng.random() < 0.7 else 0.8 * FAULTY_S * rng.random()
         faults.append(Fault(kind, at, seconds, target, rng.choice(others)))

@@ -25,6 +25,10 @@ class ToyMemory:
         self.blocks = [array("Q", [rng.getrandbits(64) for _ in range(2 * block_size)]) for _ in range(blocks)]
         self.tenants: list[bytes | None] = [None] * blocks  # whose KV was written into a block last
 
+    def block(self, group: int, block_id: int) -> memoryview:
+        """As the transfer sees it: `transfer.memory.BlockMemory`."""
+        return memoryview(self.blocks[block_id]).cast("B")
+
     def read(self, block: int) -> bytes:
         return self.blocks[block].tobytes()
 

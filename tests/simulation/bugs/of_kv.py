@@ -9,6 +9,7 @@ from kvferry_runtime.transfer import flow_messages as pull_messages
 from kvferry_runtime.transfer.flow import FlowState, TransferFlow
 from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.canonical import KeyExtras
+from tests.simulation import data_reads as simulated_reads
 from tests.simulation import pod as simulated_pod
 from tests.simulation.bugs.registry import bug, wrapped
 
@@ -18,8 +19,8 @@ def pull_is_valid_without_validation() -> Iterator[None]:
     """The blocks are computed on as soon as the last byte is there, whatever became of the lease meanwhile."""
 
     def make(real: Any) -> Any:
-        def read_done(self: TransferFlow, now: float) -> Any:
-            effects = real(self, now)
+        def read_done(self: TransferFlow, answer: Any, now: float) -> Any:
+            effects = real(self, None, now)
             if self.state is not FlowState.VALIDATING:
                 return effects
             self.state = FlowState.DONE
@@ -42,6 +43,13 @@ def expired_answer_counts_as_held() -> Iterator[None]:
         return on_answer
 
     with wrapped(TransferFlow, "_on_answer", make):
+        yield
+
+
+@bug("damaged", "wrong_token")
+def checksums_are_not_compared() -> Iterator[None]:
+    """What arrived is believed, whatever its checksum says."""
+    with patch.object(simulated_reads, "first_damaged", lambda *_: None):
         yield
 
 
