@@ -26,7 +26,7 @@ from kvferry_service.health import add_health_routes
 from kvferry_service.http_app import IDENTITY, REQUEST_ID, build_app, read_body
 from kvferry_service.metrics import add_metrics_route
 from kvferry_text.bundle import TextTools
-from kvferry_text.errors import ApiError
+from kvferry_text.errors import ApiError, model_not_found
 from kvferry_text.openai.models import ModelList, find_model, model_list
 from kvferry_text.openai.parameters import Kind
 from kvferry_text.prepare import PreparedRequest, first_leg
@@ -128,7 +128,10 @@ class RouterApp:
         return _json(self._model_list())
 
     async def _one_model(self, request: web.Request) -> web.Response:
-        return _json(find_model(self._model_list(), request.match_info["name"]))
+        name = request.match_info["name"]
+        if name != self._model:  # also while no pod is there to tell more of the model
+            raise model_not_found(name)
+        return _json(find_model(self._model_list(), name))
 
     def _model_list(self) -> ModelList:
         length = self._proxy.pool.context_length()
@@ -187,7 +190,12 @@ class RouterApp:
         self, request: web.Request, kind: Kind, body: bytes, internal_id: str, *, accepted_at: float
     ) -> tuple[RequestRun, Decision]:
         """The request as a run that has yet to begin, and where it begins."""
-        tools = await self._wait_for_tools()
+        until = accepted_at + self._deadline_s
+        tools = self._tools()
+        if tools is None:
+            # A request that no pod could answer is told so now: to come again later would not help its client.
+            await self._text.check(kind, body, until=until)
+            tools = await self._wait_for_tools()
         pool = self._proxy.pool
         extras = KeyExtras(tenant_salt=self._salt(request[IDENTITY]))
         prepared, hashes = await self._text.prepare(
@@ -197,7 +205,7 @@ class RouterApp:
             pool.block_sizes(),
             extras,
             contexts=pool.contexts(tools.bundle.digest),
-            until=accepted_at + self._deadline_s,
+            until=until,
         )
         leg = self._first_leg(prepared, internal_id, request[REQUEST_ID], extras)
         ask = Ask(

@@ -10,6 +10,7 @@ from kvferry_router.output import as_api_error
 from kvferry_service import logs
 from kvferry_text.bundle import BundleError, TextTools, load_text
 from kvferry_text.openai.parameters import Kind
+from kvferry_text.openai.parse import parse_request
 from kvferry_text.prepare import PreparedRequest, prepare
 from kvferry_wire.canonical import KeyExtras
 from kvferry_wire.hashing import chain_hashes
@@ -79,6 +80,10 @@ class TextService:
         finally:
             self._loading.discard(digest)
 
+    async def check(self, kind: Kind, body: bytes, *, until: float) -> None:
+        """Validate as far as that takes no tools. Raises ``ApiError`` as ``prepare`` does."""
+        await self._run_until(lambda: parse_request(kind, body, self._limits, self._names), until)
+
     async def prepare(
         self,
         kind: Kind,
@@ -106,6 +111,9 @@ class TextService:
             )
             return made, {size: chain_hashes(self._hash_key, made.prompt_ids, size, extras) for size in block_sizes}
 
+        return await self._run_until(work, until)
+
+    async def _run_until(self, work: Callable[[], T], until: float) -> T:
         try:
             async with asyncio.timeout_at(until):
                 return await self._run(work)
