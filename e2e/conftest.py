@@ -67,7 +67,11 @@ def release(cluster: Kubectl) -> Iterator[str]:
     chosen += ["--set", "settings.modelStorePorts={443,8000}", "--set-string", f"podAnnotations.e2e-run={time.time()}"]
     # CRDs outlive their release; those that one has left behind are taken over.
     chosen += ["--take-ownership", "--wait", f"--timeout={INSTALL_S:g}s"]
-    helm("upgrade", "--install", "kvferry", str(CHART), *chosen)
+    try:
+        helm("upgrade", "--install", "kvferry", str(CHART), *chosen)
+    except AssertionError as error:
+        shown = Kubectl(SYSTEM).run("get", "pods,events")
+        pytest.exit(f"kvferry could not be installed with {VALUES}: {error}\n{shown}", returncode=1)
     try:
         yield SYSTEM
     finally:

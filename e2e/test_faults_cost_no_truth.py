@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from e2e.harness.asking import Answer, ask, traffic
-from e2e.harness.kubectl import Kubectl, Object, conditions
+from e2e.harness.asking import Answer, ask, traffic, undisturbed
+from e2e.harness.kubectl import Kubectl, KubectlError, Object, conditions
 from e2e.harness.nodes import Nodes
 from e2e.harness.service import TRUTH_S, Service
 from e2e.harness.waiting import wait_for
@@ -27,6 +27,15 @@ for folder in pathlib.Path("/proc").iterdir():
         os.kill(int(folder.name), signal.SIGSTOP)
         print(folder.name)
 """
+# Takes all memory there is, and has the kernel choose the container's first process, as if that had taken it.
+HOG = """
+import pathlib
+pathlib.Path("/proc/1/oom_score_adj").write_text("1000")
+held = []
+while True:
+    held.append(b"x" * 2**24)
+"""
+OOM_TOLD_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +78,10 @@ def wait_restarted(service: Service, before: dict[str, int]) -> None:
     service.wait_ready(60)
 
 
-def inside(service: Service) -> str:
-    """The endpoint by its address, for clients on a node."""
-    address = (service.kubectl.get("service", f"{service.name}-router") or {})["spec"]["clusterIP"]
-    return f"http://{address}:8000/v1"
-
-
 @pytest.mark.restarts_operator
 def test_serving_goes_on_without_the_api_server(running: Service, nodes: Nodes) -> None:
     """Two minutes without an API server: every answer is whole, no pod is started again, and all is well after."""
-    url, before = inside(running), restarts(running)
+    url, before = running.url_by_address(), restarts(running)
     waited = threading.Event()
     with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
         with nodes.api_server_away():
@@ -92,7 +95,7 @@ def test_serving_goes_on_without_the_api_server(running: Service, nodes: Nodes) 
 
 def test_a_restart_of_the_kubelet_goes_unnoticed(running: Service, nodes: Nodes, hostnames: list[str]) -> None:
     """The kubelet of every node is restarted: pods and answers go on."""
-    url, before = inside(running), restarts(running)
+    url, before = running.url_by_address(), restarts(running)
     with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
         for node in hostnames:
             nodes.restart_kubelet(node)
@@ -130,7 +133,7 @@ def test_a_killed_decode_pod_ends_its_stream_honestly(running: Service, nodes: N
 
 def test_a_killed_prefill_pod_costs_no_answer(running: Service, nodes: Nodes) -> None:
     """SIGKILL of the only prefill pod: decode pods compute prompts meanwhile."""
-    url = inside(running)
+    url = running.url_by_address()
     with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
         wait_for(lambda: len(clients.answers) > 1, "answers", 60)
         began = restarts(running)
@@ -155,6 +158,38 @@ def test_a_wedged_engine_is_told_and_mended(running: Service) -> None:
     assert answer.whole, answer.told()
     running.wait_ready(120)
     assert restarts(running)[pod] == 0, "the pod starts its engine again by itself"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_memory_beyond_the_limit_is_told_and_ends_one_pod(running: Service, nodes: Nodes, role: str) -> None:
+    """The kernel kills a server: the status says so at once, no other pod falls, answers are exact or break off."""
+    url, began = running.url_by_address(), restarts(running)
+
+    def asker(prompt: str) -> Answer:
+        return nodes.ask(url, prompt, max_tokens=48)
+
+    expected = undisturbed(asker, 3)
+    pod = running.pods(role)[0]["metadata"]["name"]
+    with traffic(asker, 3, list(expected)) as clients:
+        wait_for(lambda: len(clients.answers) > 1, "answers", 60)
+        with pytest.raises(KubectlError, match=r"137|signal: killed"):
+            running.kubectl.python(pod, HOG)
+        told = wait_for(lambda: _told_of(running, role, pod), f"the status to tell of {pod}", OOM_TOLD_S, running.told)
+        wait_restarted(running, began)
+    assert "OOMKilled" in told
+    assert restarts(running) == {**began, pod: began[pod] + 1}
+    lost = [answer for answer in clients.answers if not answer.whole]
+    running.check([answer for answer in clients.answers if answer.whole], expected)
+    if role == "router":  # the only one: its answers break off, and nobody takes them for whole
+        assert all(expected[answer.prompt].startswith(answer.text) and not answer.done for answer in lost)
+    else:
+        running.check(lost)
+
+
+def _told_of(service: Service, role: str, pod: str) -> str:
+    """What the role's condition says of a pod that ran out of memory; empty while it says nothing of it."""
+    message: str = service.condition(f"{role.capitalize()}Ready").get("message", "")
+    return message if pod in message and "OOMKilled" in message else ""
 
 
 def _ask_and(address: str, act: Callable[[], None]) -> Answer:

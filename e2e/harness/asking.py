@@ -4,13 +4,14 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 MODEL = "smollm2-135m-instruct"
 ANSWER_S = 120.0
+RESUMED = b": kvferry resumed: "
 PROMPT = "Write one sentence about ferries that carry trains across a lake in winter, and say where they run."
 
 
@@ -18,6 +19,7 @@ PROMPT = "Write one sentence about ferries that carry trains across a lake in wi
 class Answer:
     """One answer as a client saw it."""
 
+    prompt: str = ""
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     text: str = ""
@@ -25,6 +27,7 @@ class Answer:
     done: bool = False  # whether the stream ended with [DONE]
     error: str = ""  # an explicit error, of the answer or in the stream
     cut: str = ""  # how the connection broke
+    resumed: list[str] = field(default_factory=list)  # why other pods went on with it, as its comments say
 
     @property
     def path(self) -> str:
@@ -34,8 +37,15 @@ class Answer:
     def whole(self) -> bool:
         return self.status == 200 and self.done and bool(self.finish) and not self.error and not self.cut
 
+    def fault(self, expected: Mapping[str, str]) -> str:
+        """What is wrong with it: not whole, or another text than its prompt must have; empty where all is right."""
+        if not self.whole:
+            return self.told()
+        wanted = expected.get(self.prompt, self.text)
+        return "" if self.text == wanted else f"{self.told()}: {self.text!r} and not {wanted!r}"
+
     def told(self) -> str:
-        """What is wrong with it, in words."""
+        """What it is, in words."""
         request, path = self.headers.get("x-request-id", "unknown"), self.path or "no path"
         return (
             f"{request} ({path}): status {self.status}, {len(self.text)} characters, finish {self.finish!r},"
@@ -43,11 +53,11 @@ class Answer:
         )
 
 
-def request_body(prompt: str, max_tokens: int) -> str:
+def request_body(prompt: str, max_tokens: int, model: str = MODEL) -> str:
     """A streamed chat completion without sampling."""
     return json.dumps(
         {
-            "model": MODEL,
+            "model": model,
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -61,6 +71,7 @@ def ask(
     prompt: str = PROMPT,
     *,
     max_tokens: int = 24,
+    model: str = MODEL,
     on_token: Callable[[int], None] | None = None,
     timeout_s: float = ANSWER_S,
 ) -> Answer:
@@ -71,11 +82,14 @@ def ask(
         on_token: called after each piece of text with the number of pieces so far.
         timeout_s: without any byte.
     """
-    answer = Answer()
+    answer = Answer(prompt)
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
         connection.request(
-            "POST", "/v1/chat/completions", request_body(prompt, max_tokens), {"content-type": "application/json"}
+            "POST",
+            "/v1/chat/completions",
+            request_body(prompt, max_tokens, model),
+            {"content-type": "application/json"},
         )
         response = connection.getresponse()
         answer.status = response.status
@@ -95,6 +109,8 @@ def read_events(lines: Iterator[bytes], answer: Answer, on_token: Callable[[int]
     """Fill in an answer from the lines of its event stream."""
     pieces = 0
     for line in lines:
+        if line.startswith(RESUMED):
+            answer.resumed.append(line.removeprefix(RESUMED).decode().strip())
         if not line.startswith(b"data:"):
             continue
         content = line[5:].strip()
@@ -118,9 +134,10 @@ def read_events(lines: Iterator[bytes], answer: Answer, on_token: Callable[[int]
 class Traffic:
     """Clients that ask one request after the other until they are stopped."""
 
-    def __init__(self, asker: Callable[[str], Answer], clients: int) -> None:
+    def __init__(self, asker: Callable[[str], Answer], clients: int, prompts: Sequence[str]) -> None:
         self.answers: list[Answer] = []
         self._asker = asker
+        self._prompts = prompts
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(clients)]
 
@@ -128,6 +145,8 @@ class Traffic:
         asked = 0
         while not self._stop.is_set():
             prompt = f"{PROMPT} This is question {asked} of client {number}."
+            if self._prompts:
+                prompt = self._prompts[(asked + number) % len(self._prompts)]
             self.answers.append(self._asker(prompt))
             asked += 1
             if not self.answers[-1].whole:
@@ -151,11 +170,25 @@ class Traffic:
 
 
 @contextmanager
-def traffic(asker: Callable[[str], Answer], clients: int = 2) -> Iterator[Traffic]:
-    """Clients that ask while the body of the ``with`` does something."""
-    running = Traffic(asker, clients)
+def traffic(asker: Callable[[str], Answer], clients: int = 2, prompts: Sequence[str] = ()) -> Iterator[Traffic]:
+    """Clients that ask while the body of the ``with`` does something.
+
+    Args:
+        prompts: what they ask, in turn; each question is another one where none is given.
+    """
+    running = Traffic(asker, clients, prompts)
     running.start()
     try:
         yield running
     finally:
         running.stop()
+
+
+def undisturbed(asker: Callable[[str], Answer], count: int) -> dict[str, str]:
+    """Answers to some prompts when nothing happens: what each must be whatever happens, since nothing is sampled."""
+    found = {}
+    for number in range(count):
+        answer = asker(f"{PROMPT} Tell all that you know, in many words, for reader {number}.")
+        assert answer.whole, answer.told()
+        found[answer.prompt] = answer.text
+    return found

@@ -39,7 +39,7 @@ class Nodes:
         Args:
             url: of the endpoint, with an address: nodes do not use the cluster's DNS.
         """
-        answer = Answer()
+        answer = Answer(prompt)
         curl = ["curl", "--silent", "--show-error", "--no-buffer", "--include", "--max-time", f"{ANSWER_S:g}"]
         headers = ["--header", "content-type: application/json", "--data", request_body(prompt, max_tokens)]
         whole = ["docker", "exec", self.control, *curl, *headers, f"{url}/chat/completions"]

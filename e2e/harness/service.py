@@ -1,8 +1,7 @@
 """An InferenceService in a cluster, as its user sees it."""
 
 import copy
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,6 +112,11 @@ class Service:
         with self.kubectl.forwarded(f"service/{self.name}-router", 8000) as address:
             yield address
 
+    def url_by_address(self) -> str:
+        """The endpoint by the Service's address, for clients on a node, which do not use the cluster's DNS."""
+        address = (self.kubectl.get("service", f"{self.name}-router") or {})["spec"]["clusterIP"]
+        return f"http://{address}:8000/v1"
+
     def metrics(self, pod: str, port: int = 8000) -> dict[str, float]:
         """A pod's metrics by name and labels."""
         path = f"/api/v1/namespaces/{self.kubectl.namespace}/pods/{pod}:{port}/proxy/metrics"
@@ -131,6 +135,12 @@ class Service:
         marks = [answer.headers.get("x-request-id", "") or "no id" for answer in answers]
         lines = [line for line in log.splitlines() if "discovery" in line or any(mark in line for mark in marks)]
         return "\n".join(lines[-60:])
+
+    def check(self, answers: Iterable[Answer], expected: Mapping[str, str] | None = None) -> None:
+        """Fail unless each answer is whole, and the one that is expected to its prompt, token for token."""
+        faults = {answer.fault(expected or {}): answer for answer in answers}
+        faults.pop("", None)
+        assert not faults, "\n".join([*faults, self.router_log(faults.values())])
 
     def told(self) -> str:
         """Conditions, pods and events, for the message of a failed wait."""
@@ -152,8 +162,3 @@ def service(kubectl: Kubectl, name: str, **changes: Any) -> Iterator[Service]:
         yield made
     finally:
         made.delete()
-
-
-def since(start: float, clock: Callable[[], float] = time.monotonic) -> float:
-    """Seconds since a moment."""
-    return clock() - start

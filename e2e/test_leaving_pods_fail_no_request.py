@@ -1,0 +1,212 @@
+"""Pods leave under load, by a drain of their node, by hand, by a short grace and by a rollout: each answer is exact.
+
+The tests share one service with two decode pods and two routers. Clients ask without sampling, from a node, by the
+Service's address.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from e2e.harness.asking import Answer, ask, traffic, undisturbed
+from e2e.harness.departures import Departure, departures
+from e2e.harness.kubectl import Kubectl
+from e2e.harness.nodes import Nodes
+from e2e.harness.service import Service
+from e2e.harness.waiting import wait_for
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+TOKENS = 96  # of an answer: some seconds, so that pods leave in the middle of it
+CLIENTS = 6
+PROMPTS = 4
+REFUSED_S = 3.0  # for two refusals: a request waits 0.75 s for a pod that comes back
+SMALL = {"engine": {"kvMemory": "256Mi"}}
+
+Asker = Callable[[str], Answer]
+
+
+@pytest.fixture(scope="module")
+def shared(kubectl: Kubectl) -> Iterator[Service]:
+    made = Service(kubectl, "leaving")
+    made.apply(decode={"replicas": 2}, router={"replicas": 2}, **SMALL)
+    try:
+        made.wait_ready(300)
+        yield made
+    finally:
+        made.delete()
+
+
+@pytest.fixture
+def service(shared: Service) -> Service:
+    """The service, ready again however the test before left it."""
+    shared.wait_ready(300)
+    return shared
+
+
+@pytest.fixture(scope="module")
+def asker(shared: Service, nodes: Nodes) -> Asker:
+    url = shared.url_by_address()
+    return lambda prompt: nodes.ask(url, prompt, max_tokens=TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(asker: Asker) -> dict[str, str]:
+    """The right answer to each prompt."""
+    return undisturbed(asker, PROMPTS)
+
+
+def legs(service: Service, role: str) -> dict[str, float]:
+    """Answers or prompts that the pods of a role work on."""
+    names = [pod["metadata"]["name"] for pod in service.pods(role)]
+    return {name: service.metrics(name).get("kvferry:legs", 0.0) for name in names}
+
+
+def wait_busy(service: Service) -> None:
+    """Until every decode pod writes an answer."""
+    wait_for(lambda: all(legs(service, "decode").values()), "answers at each decode pod", 60, service.told)
+
+
+def check_left(gone: list[Departure]) -> None:
+    """Each pod got nothing new within a second, and ended in order within its grace."""
+    for pod in gone:
+        assert pod.ended()["exitCode"] == 0, pod.told()
+        assert pod.left_s() >= 0, pod.told()
+        assert pod.unready_after_s <= 1.0, f"{pod.name}: {pod.unready_after_s:.2f} s"
+
+
+def moved(answers: list[Answer]) -> int:
+    return sum("moved" in answer.resumed for answer in answers)
+
+
+@pytest.mark.restarts_operator
+def test_a_drained_node_costs_no_answer(
+    service: Service, asker: Asker, expected: dict[str, str], hostnames: list[str], cluster: Kubectl
+) -> None:
+    """`kubectl drain` of a worker: prefill, decode, router, and whatever else runs there, go to the other node."""
+    drained = hostnames[-1]
+    if len(hostnames) < 2:
+        pytest.skip("needs two nodes that take pods: make cluster-up NODES=2")
+    with departures(service) as leaving, traffic(asker, CLIENTS, list(expected)) as clients:
+        wait_busy(service)
+        try:
+            cluster.run(
+                *("drain", drained, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=240s"),
+                timeout_s=260,
+            )
+            gone = leaving.wait_gone(2, 60)
+            service.wait_ready(240)
+            seen = len(clients.answers)
+            wait_for(lambda: len(clients.answers) >= seen + CLIENTS, "answers of the pods elsewhere", 120)
+        finally:
+            cluster.run("uncordon", drained)
+    service.check(clients.answers, expected)
+    check_left(gone)
+    assert {pod.role for pod in gone} >= {"decode", "router"}
+    assert moved(clients.answers)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_a_replaced_pod_costs_no_answer(service: Service, asker: Asker, expected: dict[str, str], role: str) -> None:
+    """`kubectl delete pod` under load: another one comes, and what the pod had goes on."""
+    with departures(service) as leaving, traffic(asker, CLIENTS, list(expected)) as clients:
+        wait_busy(service)
+        service.kubectl.delete("pod", service.pods(role)[0]["metadata"]["name"], "--wait=false")
+        gone = leaving.wait_gone(1, 120)
+        service.wait_ready(240)
+        seen = len(clients.answers)
+        wait_for(lambda: len(clients.answers) >= seen + CLIENTS, "answers with the new pod", 120)
+    service.check(clients.answers, expected)
+    check_left(gone)
+    assert bool(moved(clients.answers)) == (role == "decode")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_grace_of_two_seconds_costs_no_answer(
+    service: Service, asker: Asker, expected: dict[str, str], role: str
+) -> None:
+    """The kubelet cuts the wait before SIGTERM short: by then the pod has given away what it had."""
+    with departures(service) as leaving, traffic(asker, CLIENTS, list(expected)) as clients:
+        wait_busy(service)
+        name = service.pods(role)[0]["metadata"]["name"]
+        service.kubectl.delete("pod", name, "--grace-period=2", "--wait=false")
+        (gone,) = leaving.wait_gone(1, 60)
+        service.wait_ready(240)
+    service.check(clients.answers, expected)
+    assert gone.ended()["exitCode"] == 0, gone.told()
+
+
+def test_a_rollout_to_another_kv_format_mixes_no_revisions(
+    service: Service, asker: Asker, expected: dict[str, str]
+) -> None:
+    """Each of many answers is wholly of the old pods or wholly of the new ones, and none is lost."""
+    revision = service.seen()["status"]["revision"]
+    with departures(service) as leaving, traffic(asker, 4 * CLIENTS, list(expected)) as clients:
+        wait_busy(service)
+        service.apply(decode={"replicas": 2}, router={"replicas": 2}, engine={"kvMemory": "256Mi", "dtype": "bfloat16"})
+        wait_for(lambda: service.seen()["status"].get("revision") != revision, "another revision", 60, service.told)
+        gone = leaving.wait_gone(3, 600)
+        service.wait_ready(300)
+    renewed = undisturbed(asker, PROMPTS)
+    assert renewed != expected, "the two formats answer alike: nothing could be told apart"
+    service.check(clients.answers)
+    mixed = [
+        answer for answer in clients.answers if answer.text not in (expected[answer.prompt], renewed[answer.prompt])
+    ]
+    assert not mixed, [answer.told() for answer in mixed]
+    check_left(gone)
+
+
+def test_the_only_decode_pod_ends_its_answers_itself(service: Service, asker: Asker, hostnames: list[str]) -> None:
+    """Scaled to none under load: what it writes is finished, what is asked later is told that nobody is there."""
+    expected = undisturbed(asker, PROMPTS)
+    service.kubectl.run("scale", "infsvcrole", f"{service.name}-decode", "--replicas=1")
+    wait_for(lambda: len(service.pods("decode")) == 1, "one decode pod", 120, service.told)
+    begun = threading.Barrier(CLIENTS + 1)
+    answers: list[Answer] = []
+
+    def ask_once(prompt: str) -> None:
+        begun.wait(30)
+        answers.append(asker(prompt))
+
+    threads = [threading.Thread(target=ask_once, args=(prompt,)) for prompt in [*expected, *expected][:CLIENTS]]
+    for thread in threads:
+        thread.start()
+    with departures(service) as leaving:
+        begun.wait(30)
+        wait_for(lambda: sum(legs(service, "decode").values()) == CLIENTS, "all answers under way", 60, service.told)
+        service.kubectl.run("scale", "infsvcrole", f"{service.name}-decode", "--replicas=0")
+        gone = leaving.wait_gone(1, 180)
+    for thread in threads:
+        thread.join(180)
+    service.check(answers, expected)
+    check_left(gone)
+
+
+def test_who_cannot_be_served_is_told_so(service: Service) -> None:
+    """Without decode pods 503 with Retry-After, an unknown model 404 even then; without prefill pods answers."""
+
+    def scale(role: str, replicas: int) -> None:
+        service.kubectl.run("scale", "infsvcrole", f"{service.name}-{role}", f"--replicas={replicas}")
+
+    scale("decode", 0)
+    wait_for(lambda: not service.pods("decode"), "no decode pod", 120, service.told)
+    with service.address() as address:
+        begun = time.monotonic()
+        nobody, unknown = ask(address), ask(address, model="no-such-model")
+        assert time.monotonic() - begun < REFUSED_S
+        assert (nobody.status, unknown.status) == (503, 404), (nobody.told(), unknown.told())
+        assert int(nobody.headers["retry-after"]) >= 1
+        for refused in (nobody, unknown):
+            assert json.loads(refused.error)["error"].keys() >= {"message", "type", "code"}
+        assert service.condition("DecodeReady")["reason"] == "ScaledToZero"
+        scale("prefill", 0)
+        scale("decode", 2)
+        wait_for(lambda: ask(address).whole, "an answer again", 120, service.told)
+        wait_for(lambda: not service.pods("prefill"), "no prefill pod", 120, service.told)
+        alone = ask(address, "A prompt that nobody has asked before: which lakes have no way out?")
+        assert (alone.whole, alone.path) == (True, "aggregated"), alone.told()
+    scale("prefill", 1)
