@@ -21,6 +21,7 @@ BETWEEN_PODS = frozenset(
         "lease_expired",
         "lease_unknown",
         "read_error",
+        "checksum",
         "deadline",
     }
 )

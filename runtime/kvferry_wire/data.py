@@ -3,20 +3,22 @@
 Both sides send a 32-byte nonce at once; each answers with ``proof(kv key, its side, own nonce, peer's nonce)``. A peer
 that has not proved the key within ``Limits.challenge_s`` is closed. Then the reader sends ``ReadRequest`` frames
 (u32 little-endian length + msgpack) and gets a ``ReadReply`` frame each, followed by ``nbytes`` raw bytes: the blocks
-in the lease's own order, each as it lies in memory (see ``layout``).
+in the lease's own order, each as it lies in memory (see ``layout``). After its last byte it may send its ``Release``
+here as well, which saves a round trip over the control port; a repeat of it may go either way.
 """
 
 from typing import Literal
 
 import msgspec
 
+from kvferry_wire.control import LeaseRef
 from kvferry_wire.keys import mac
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 
 
-class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
+class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     """Blocks ``first .. first+count`` of a group of a lease."""
 
     incarnation: bytes
@@ -26,6 +28,20 @@ class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
     group: int
     first: int
     count: int
+
+
+class ReleaseRequest(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """``control.Release``, sent on this connection: `reader` and `id` are those of a ``ControlRequest``.
+
+    Answered by a ``ReadReply`` without bytes, whose ``ok`` stands for ``held``.
+    """
+
+    reader: bytes
+    id: int
+    lease: LeaseRef
+
+
+DataRequest = ReadRequest | ReleaseRequest
 
 
 class ReadReply(msgspec.Struct, frozen=True, array_like=True):
@@ -39,5 +55,5 @@ def proof(kv_key: bytes, side: Literal["reader", "owner"], own_nonce: bytes, pee
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(ReadRequest).decode
+decode_request = msgspec.msgpack.Decoder(DataRequest).decode
 decode_reply = msgspec.msgpack.Decoder(ReadReply).decode

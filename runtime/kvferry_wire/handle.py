@@ -24,7 +24,8 @@ class KVHandle(msgspec.Struct, frozen=True, kw_only=True):
     compat_hash: str
     layout: LayoutDescriptor
     lease_ms: int  # a duration; no wall-clock time crosses hosts
-    checksums: tuple[bytes, ...] = ()  # per block, optional
+    checksum: str = ""  # the method of `checksums`; empty: none are given
+    checksums: tuple[bytes, ...] = ()  # per KV group: of its blocks, one after the other, in the lease's own order
     prompt_digest: bytes
     mac: bytes = b""
 

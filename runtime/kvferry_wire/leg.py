@@ -60,6 +60,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     recompute: str = ""  # why the prefill pod was not asked or failed: shown in the final path and counted
     resumed: str = ""  # how earlier decode legs of this answer were lost; a stream tells it in a comment
     compat_hash: str = ""  # of the pods that this answer may be computed on; another one refuses the leg
+    attached: bool = False  # a lease that it ends in goes with its connection, until a reader takes it up
 
     def __repr__(self) -> str:
         return (

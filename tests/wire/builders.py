@@ -25,7 +25,8 @@ def make_handle(**changes: object) -> KVHandle:
         compat_hash="c" * 64,
         layout=LAYOUT,
         lease_ms=15_000,
-        checksums=(b"one", b"two"),
+        checksum="xxh3-64",
+        checksums=(b"sum of 1sum of 2",),
         prompt_digest=b"d" * 32,
     )
     return msgspec.structs.replace(handle, **changes)

@@ -25,7 +25,8 @@ CHANGES: dict[str, list[object]] = {
         msgspec.structs.replace(LAYOUT, groups=(GROUP, GROUP)),
     ],
     "lease_ms": [0, 15_001],
-    "checksums": [(), (b"two", b"one"), (b"onetwo",)],
+    "checksum": ["", "crc32"],
+    "checksums": [(), (b"sum of 2sum of 1",), (b"sum of 1", b"sum of 2")],
     "prompt_digest": [b"", b"e" * 32],
     "mac": [b"", b"\0" * 32],
 }

@@ -200,6 +200,10 @@ class Transfer(ManifestModel):
     trust_network: bool = False
     """Whether transports that cannot authenticate their peers may be chosen; `tcp` does not need it."""
 
+    checksums: bool = True
+    """Whether each ferried block has a checksum (XXH3, 64 bits), made by the pod that computed it and checked by the
+    one that reads it: a byte that changed on its way or in memory costs a recompute, never a wrong token."""
+
     failure_policy: Literal["recompute", "retry", "fail"] = "recompute"
     """What is done when KV cannot be ferried. `recompute`: the decode pod computes the prompt itself. `retry`: other
     prefill pods are tried before that, and waited for while they are full. `fail`: they are tried, and then the request

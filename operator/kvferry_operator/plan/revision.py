@@ -27,6 +27,7 @@ REVISION_FIELDS: dict[str, str] = {
     "decode.resources": "sizes threads and KV memory",
     "transfer.backend": "how KV is ferried; both sides must agree",
     "transfer.lease": "how KV is ferried; both sides must agree",
+    "transfer.checksums": "an argument of each engine",
     "transfer.trustNetwork": "how KV is ferried; both sides must agree",
 }
 

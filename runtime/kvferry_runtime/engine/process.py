@@ -164,6 +164,7 @@ def _transfer_config(config: EngineConfig, ready: Ready) -> TransferConfig:
         advertised_host=config.advertised_host,
         control_port=config.control_port,
         data_port=config.data_port,
+        checksums=config.checksums,
         limits=config.limits,
     )
 

@@ -157,6 +157,7 @@ def _engine_config(config: ServerConfig, folder: ModelFolder, keys: ServiceKeys 
         max_running=config.max_running,
         token_budget=config.token_budget,
         prefix_caching=config.prefix_caching,
+        checksums=config.checksums,
         host=config.host,
         advertised_host=config.advertised_host,
         control_port=config.control_port,

@@ -55,6 +55,7 @@ class ServerConfig:
     max_running: int
     token_budget: int
     prefix_caching: bool
+    checksums: bool
     parent_fd: int | None
     ready_file: Path | None
     log_json: bool | None
@@ -84,6 +85,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--max-running", number(1, 4096), 64, "sequences that run at the same time"),
     Flag("--token-budget", number(1, 2**20), 0, "tokens of one step; default: half a second of computing", unset=0),
     Flag("--no-prefix-caching", None, False, "compute every prompt anew"),
+    Flag("--no-checksums", None, False, "give KV to other pods without checksums of its blocks"),
     Flag("--lease", seconds(0.1, 3600), DEFAULT_LIMITS.lease_s, "seconds that prefilled KV is kept without a renewal"),
     Flag("--request-deadline", seconds(1, 86400), DEFAULT_LIMITS.request_deadline_s, "seconds a request may take"),
     Flag("--drain", seconds(0, 3600), 8.0, "seconds from SIGTERM for running legs to end or to move, and for leases"),
@@ -141,6 +143,7 @@ def parse(argv: list[str], env: dict[str, str] | None = None) -> ServerConfig:
         max_running=values["max_running"],
         token_budget=values["token_budget"],
         prefix_caching=not values["no_prefix_caching"],
+        checksums=not values["no_checksums"],
         parent_fd=values["parent_fd"],
         ready_file=values["ready_file"],
         log_json={"auto": None, "json": True, "text": False}[values["log_format"]],

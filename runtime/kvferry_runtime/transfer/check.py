@@ -4,6 +4,7 @@ import hmac
 from dataclasses import dataclass
 
 from kvferry_runtime.core.messages import Submit
+from kvferry_runtime.transfer import checksums
 from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.hashing import prompt_digest
@@ -52,6 +53,14 @@ def handle_fault(
     if handle.block_count != needed:
         return HandleFault(
             RecomputeReason.HANDLE, f"block_count: {handle.block_count}; {handle.token_count} tokens need {needed}"
+        )
+    if handle.checksum not in ("", checksums.METHOD):
+        return HandleFault(RecomputeReason.MISMATCH, f"checksum: {handle.checksum}; ours is {checksums.METHOD}")
+    groups = len(layout.groups) if handle.checksum else 0
+    if not checksums.are_complete(handle.checksums, groups, needed):
+        lengths = [len(of_group) for of_group in handle.checksums]
+        return HandleFault(
+            RecomputeReason.HANDLE, f"checksums: {lengths} bytes; {needed} blocks in {groups} groups are named"
         )
     if handle.lease_ms <= 0 or not 0 < handle.control_port < 2**16:
         return HandleFault(RecomputeReason.HANDLE, f"lease_ms: {handle.lease_ms}, control_port: {handle.control_port}")

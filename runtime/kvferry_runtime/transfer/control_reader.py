@@ -92,7 +92,7 @@ class ReaderControl:
         self._next_id = itertools.count(1).__next__
         self._pulls: dict[LegKey, Pull] = {}
         self._awaited: dict[int, Pull] = {}  # by message id: renewals and releases
-        self._reads = ReadSlots(backends, limits.transfers)
+        self._reads = ReadSlots(backends, limits.transfers, reader=self._incarnation)
         self._peers = PeerBook(next_id=self._next_id, limits=limits)
         self._sockets = PeerSockets(context, kv_key, limits)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -169,6 +169,9 @@ class ReaderControl:
 
     def _round(self) -> None:
         self._drain_wakes()
+        # Reads first: an answer may be of after a release that a read's thread has sent behind its last byte.
+        for pull, event in self._reads.poll(time.monotonic()):
+            self._feed(pull, event)
         for data in self._sockets.receive():
             self._on_reply(data)
         while not self._commands.empty():
@@ -176,8 +179,6 @@ class ReaderControl:
         if self._closing.is_set():
             for pull in tuple(self._pulls.values()):
                 self._feed(pull, Drop("closing"))
-        for pull, event in self._reads.poll(time.monotonic()):
-            self._feed(pull, event)
         now = time.monotonic()
         for pull in tuple(self._pulls.values()):
             if pull.flow.next_wake() <= now:
@@ -269,7 +270,8 @@ class ReaderControl:
                     self._send(pull.peer, message_id, Release(lease=pull.lease))
                 case SendFailed(message_id, reason):
                     self._send(pull.peer, message_id, Failed(lease=pull.lease, reason=reason[:64]))
-                case Read():
+                case Read(release_id):
+                    pull.release_id = release_id
                     self._reads.enqueue(pull)
                 case StopRead():
                     if not self._reads.stop(pull):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvferry_runtime.core.messages import GrantLease, LeaseEnded
 from kvferry_runtime.transfer.lease import LeaseTable, Lookup
-from kvferry_wire.control import Answers, Failed, LeaseRef, Release, Renew
+from kvferry_wire.control import Answers, Failed, LeaseAnswer, LeaseRef, Release, Renew
 from kvferry_wire.limits import Limits
 
 
@@ -79,6 +79,10 @@ class LeaseDesk:
                     answers = (self._table.failed(ref, now),)
         self._tell()
         return Answers(answers=answers)
+
+    def release(self, reader: bytes, message_id: int, ref: LeaseRef) -> LeaseAnswer:
+        """A `Release` that came behind the last byte on the data plane. See `LeaseTable.release`."""
+        return self.serve(reader, message_id, Release(lease=ref)).answers[0]
 
     def lookup(self, ref: LeaseRef) -> Lookup:
         """See `LeaseTable.lookup`."""

@@ -192,8 +192,8 @@ class TransferFlow:
                     self._step_deadline += (nbytes - self._arrived) / self._limits.transfer_min_bytes_per_s
                     self._arrived = nbytes
                 return []
-            case ReadDone():
-                return self._read_done(now)
+            case ReadDone(answer):
+                return self._read_done(answer, now)
             case ReadStopped(reason):
                 return self._read_stopped(reason, now)
             case Drop(reason):
@@ -236,7 +236,8 @@ class TransferFlow:
             return []
         self.state = advance(self.state, FlowStep.WELCOMED)
         self._step_deadline = self._deadline
-        return [Read()]
+        self._release_id = self._next_id()
+        return [Read(self._release_id)]
 
     def _on_answer(self, message_id: int, answer: LeaseAnswer, now: float) -> list[FlowEffect]:
         if self.state is FlowState.VALIDATING and message_id == self._release_id:
@@ -246,6 +247,8 @@ class TransferFlow:
             return self._fail(_ANSWER_REASON[answer], now)
         if self.state in RENEWING and message_id == self._renew_id:
             if answer != "held":
+                if self.state is FlowState.READING and self._arrived == self._nbytes:
+                    return []  # the back end may have released it meanwhile: that answer decides
                 return self._fail(_ANSWER_REASON[answer], now)
             self._renew_id = None
             # The owner extended it when it heard us, which was not before we first spoke.
@@ -253,12 +256,15 @@ class TransferFlow:
             self._renew_at = max(self._renew_first_sent + self._renew_s, now)
         return []
 
-    def _read_done(self, now: float) -> list[FlowEffect]:
+    def _read_done(self, answer: LeaseAnswer | None, now: float) -> list[FlowEffect]:
         self.state = advance(self.state, FlowStep.ALL_READ)
         self._arrived = self._nbytes
         if self.state is not FlowState.VALIDATING:
             return [self._finished(now)]
-        self._release_id = self._next_id()
+        assert self._release_id is not None  # the read began with it
+        if answer is not None:
+            return self._on_answer(self._release_id, answer, now)
+        # If the back end has sent it, this is a repeat: the owner answers the same again.
         self._release_at = now + self._resend_s
         self._step_deadline = now + self._limits.transfer_floor_s
         return [SendRelease(self._release_id)]

@@ -49,7 +49,12 @@ class BytesArrived:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """The last byte has arrived; the back end writes no more."""
+    """The last byte has arrived; the back end writes no more.
+
+    `answer`: to the release with the id of `Read`, if the back end has sent it and knows.
+    """
+
+    answer: LeaseAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,12 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read all blocks as soon as a place is free; then `ReadStarted` and in the end `ReadDone` or `ReadStopped`."""
+    """Read all blocks as soon as a place is free; then `ReadStarted` and in the end `ReadDone` or `ReadStopped`.
+
+    `release_id`: for a back end that sends the release itself, behind the last byte.
+    """
+
+    release_id: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class Pull:
     peer: PeerKey
     flow: TransferFlow
     blocks: tuple[tuple[int, ...], ...] = ()
+    release_id: int = 0
     backend: TransferBackend | None = None
     read: object | None = None
     arrived: int = 0
@@ -41,10 +42,12 @@ class ReadSlots:
 
     Args:
         backends: available ones, by name, in order of preference.
+        reader: this engine's incarnation.
     """
 
-    def __init__(self, backends: Mapping[str, TransferBackend], places: int) -> None:
+    def __init__(self, backends: Mapping[str, TransferBackend], places: int, *, reader: bytes) -> None:
         self._backends = backends
+        self._reader = reader
         self._places = places
         self._queued: deque[Pull] = deque()
         self._running: list[Pull] = []
@@ -74,7 +77,8 @@ class ReadSlots:
         pull = self._queued.popleft()
         try:
             backend, peer = self._backend_for(pull)
-            pull.read = backend.read(peer, ReadJob(pull.lease, pull.blocks))
+            job = ReadJob(pull.lease, pull.blocks, pull.handle.checksums, self._reader, pull.release_id)
+            pull.read = backend.read(peer, job)
         except BackendError as error:
             _log.warning("a pull cannot begin: %s", error)
             return pull, ReadStopped(RecomputeReason.NO_BACKEND)
@@ -99,9 +103,10 @@ class ReadSlots:
             pull.backend = pull.read = None
             self._running.remove(pull)
             if status.state is ReadState.DONE:
-                happened.append((pull, ReadDone()))
+                happened.append((pull, ReadDone(status.answer)))
             else:
-                _log.info("a read ended early: %s", status.detail)
+                level = logging.WARNING if status.reason is RecomputeReason.CHECKSUM else logging.INFO
+                _log.log(level, "a read of %s ended early: %s", pull.peer.host, status.detail)
                 happened.append((pull, ReadStopped(status.reason)))
         return happened
 

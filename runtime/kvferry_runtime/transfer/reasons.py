@@ -17,6 +17,7 @@ class RecomputeReason(enum.StrEnum):
     LEASE_EXPIRED = "lease_expired"
     LEASE_UNKNOWN = "lease_unknown"  # the peer does not know the lease: restarted, another epoch, released
     READ_ERROR = "read_error"  # the data plane broke off, stalled or sent what is no answer
+    CHECKSUM = "checksum"  # a block did not arrive as its owner had granted it
     DEADLINE = "deadline"  # the leg's time, or the time that this many bytes may take
     NO_ROOM = "no_room"  # the engine had no blocks for it, and nothing moved that would give it some
     CANCELLED = "cancelled"  # the engine dropped the pull, or the service closes

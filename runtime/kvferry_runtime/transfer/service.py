@@ -21,6 +21,7 @@ from kvferry_runtime.core.messages import (
     StartPull,
     Submit,
 )
+from kvferry_runtime.transfer import checksums
 from kvferry_runtime.transfer.backends.base import BackendContext, BackendError, TransferBackend
 from kvferry_runtime.transfer.backends.registry import make_backend
 from kvferry_runtime.transfer.check import handle_fault
@@ -176,6 +177,8 @@ class TransferService:
             compat_hash=config.compat_hash,
             layout=config.layout,
             lease_ms=round(config.limits.lease_s * 1000),
+            checksum=checksums.METHOD if config.checksums else "",
+            checksums=checksums.block_sums(self._memory, grant.blocks) if config.checksums else (),
             prompt_digest=grant.prompt_digest,
         ).signed(self._kv_key)
 
@@ -284,6 +287,7 @@ class TransferService:
                 bind_host=config.bind_host,
                 port=config.data_port,
                 lookup=self._desk.lookup,
+                release=self._desk.release,
                 wake=self._wake,
             )
             try:

@@ -142,6 +142,7 @@ def make_engine(
     control_port: int = 0,
     data_port: int = 0,
     fill: bool = False,
+    checksums: bool = True,
 ) -> Engine:
     """A started service; `fill` puts random bytes into its blocks."""
     memory = ToyBlockMemory(groups, 16, blocks)
@@ -159,6 +160,7 @@ def make_engine(
         backends=backends,
         control_port=control_port,
         data_port=data_port,
+        checksums=checksums,
     )
     service = TransferService(config=config, keys=keys, memory=memory, post=inbox.put, make=make)
     return Engine(service, memory, config, service.start(), inbox)

@@ -23,12 +23,21 @@ class Proxy:
     """Forwards connections to a port of 127.0.0.1; bytes toward the client pass `rate` per second.
 
     `cut` ends all connections and refuses new ones; `hold_after` bytes toward the client the rest is kept back.
+    One bit of the byte `flip_at` toward the client is changed, on each connection.
     """
 
-    def __init__(self, target: int, *, rate: float = float("inf"), hold_after: float = float("inf")) -> None:
+    def __init__(
+        self,
+        target: int,
+        *,
+        rate: float = float("inf"),
+        hold_after: float = float("inf"),
+        flip_at: int | None = None,
+    ) -> None:
         self._target = target
         self._rate = rate
         self._hold_after = hold_after
+        self._flip_at = flip_at
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
@@ -71,15 +80,20 @@ class Proxy:
                 continue
             server = socket.create_connection(("127.0.0.1", self._target))
             self._sockets += [client, server]
-            self._start(self._forward, client, server, float("inf"), float("inf"))
-            self._start(self._forward, server, client, self._rate, self._hold_after)
+            self._start(self._forward, client, server, float("inf"), float("inf"), None)
+            self._start(self._forward, server, client, self._rate, self._hold_after, self._flip_at)
 
-    def _forward(self, source: socket.socket, target: socket.socket, rate: float, hold_after: float) -> None:
+    def _forward(
+        self, source: socket.socket, target: socket.socket, rate: float, hold_after: float, flip_at: int | None
+    ) -> None:
         passed = 0
         size = 65536 if rate == float("inf") else max(1, int(rate / 20))
         with contextlib.suppress(OSError):
             while data := source.recv(size):
                 data = data[: max(0, int(min(hold_after - passed, len(data))))] if hold_after < 1e18 else data
+                if flip_at is not None and 0 <= flip_at - passed < len(data):
+                    data = bytearray(data)
+                    data[flip_at - passed] ^= 1 << flip_at % 8
                 passed += len(data)
                 target.sendall(data)
                 if rate != float("inf"):

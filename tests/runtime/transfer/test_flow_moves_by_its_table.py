@@ -118,7 +118,7 @@ def test_a_good_pull_step_by_step() -> None:
     assert flow.begin(0.0) == [Handshake(), SendRenew(1)]
     assert flow.handle(Welcomed(), 0.1) == []
     assert flow.handle(Answered(1, "held"), 0.1) == []
-    assert flow.handle(BlocksGiven(100), 1.0) == [Read()]
+    assert flow.handle(BlocksGiven(100), 1.0) == [Read(2)]
     assert flow.handle(ReadStarted(), 1.0) == []
     assert flow.handle(BytesArrived(60), 1.1) == []
     assert flow.handle(ReadDone(), 1.2) == [SendRelease(2)]
@@ -137,10 +137,30 @@ def test_bytes_without_a_live_lease_are_void(answer: str, reason: RecomputeReaso
     assert finished == Finished(reason, 0.2, 100)
 
 
+def test_a_release_behind_the_last_byte_saves_a_round_trip() -> None:
+    """The back end has the owner's answer already: ``held`` makes the blocks valid at once, all else voids them."""
+    assert make_flow_in(_S.READING).handle(ReadDone("held"), 0.2) == [Finished(None, 0.2, 100)]
+    assert make_flow_in(_S.READING).handle(ReadDone("expired"), 0.2) == [
+        Finished(RecomputeReason.LEASE_EXPIRED, 0.2, 100)
+    ]
+    assert make_flow_in(_S.CANCELLING).handle(ReadDone("held"), 0.2) == [Finished(RecomputeReason.CANCELLED, 0.2, 100)]
+
+
+def test_a_renewal_that_comes_after_that_release_decides_nothing() -> None:
+    """The owner knows the lease no more because it was released: only while bytes are missing is that a loss."""
+    flow = make_flow_in(_S.READING)
+    flow.handle(BytesArrived(100), 0.1)
+    assert flow.handle(Answered(1, "unknown"), 0.1) == []
+    assert flow.handle(ReadDone("held"), 0.2) == [Finished(None, 0.2, 100)]
+    early = make_flow_in(_S.READING)
+    early.handle(BytesArrived(99), 0.1)
+    assert early.handle(Answered(1, "unknown"), 0.1) == [StopRead()]
+
+
 def test_a_drop_while_reading_waits_for_the_last_write() -> None:
     """The peer is told at once; the end comes only after the back end says that it writes no more."""
     flow = make_flow_in(_S.READING)
-    assert flow.handle(Drop("client left"), 1.0) == [SendFailed(2, "client left"), StopRead()]
+    assert flow.handle(Drop("client left"), 1.0) == [SendFailed(3, "client left"), StopRead()]
     assert flow.handle(Tick(), 500.0) == []
     assert flow.handle(Drop("again"), 500.0) == []
     assert flow.handle(ReadStopped(), 501.0) == [Finished(RecomputeReason.CANCELLED, 501.0, 0)]

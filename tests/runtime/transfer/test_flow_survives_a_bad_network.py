@@ -15,6 +15,7 @@ from kvferry_runtime.transfer.flow import TransferFlow
 from kvferry_runtime.transfer.flow_messages import (
     Answered,
     BlocksGiven,
+    BytesArrived,
     Drop,
     Finished,
     FlowEffect,
@@ -56,6 +57,8 @@ class BadNetwork:
         self.may_write = False
         self.read_began = float("inf")
         self.read_ended = float("inf")
+        self.release_id = 0
+        self.released_behind = 0
 
     def at(self, when: float, what: object, argument: object = None) -> None:
         heapq.heappush(self.queue, (when, next(self.order), what, argument))
@@ -73,7 +76,8 @@ class BadNetwork:
                     self.at(self.now + self.rng.random() * self.delay * 2, self.feed, Welcomed())
                 case SendRenew() | SendRelease() | SendFailed():
                     self.send(self.serve, effect)
-                case Read():
+                case Read(release_id):
+                    self.release_id = release_id
                     self.at(self.now + self.rng.random() * 0.5, self.begin_read)
                 case StopRead():
                     self.at(self.now + self.rng.random() * 0.3, self.end_read, "stopped")
@@ -109,8 +113,28 @@ class BadNetwork:
             if how == "stopped" and waiting:
                 self.feed(ReadStopped())
             return
+        if how == "done" and self.rng.random() < 0.5:
+            self.release_behind(None)
+            return
         self.may_write, self.read_ended = False, self.now
         self.feed(ReadDone() if how == "done" else ReadStopped())
+
+    def release_behind(self, _: object) -> None:
+        """The back end has the last byte and asks the owner itself; its word is lost, or the answer, or none."""
+        self.feed(BytesArrived(1000))
+        self.read_ended = self.now
+        answer = None
+        if self.rng.random() < 0.8:
+            self.released_behind += 1
+            answer = self.table.release(make_ref(), READER, self.release_id, self.now)
+        if self.rng.random() < 0.3:
+            answer = None
+        self.at(self.now + self.rng.random() * self.rng.choice([0.01, 0.5]), self.done_behind, answer)
+
+    def done_behind(self, answer: object) -> None:
+        if self.may_write:
+            self.may_write = False
+            self.feed(ReadDone(answer))
 
     def serve(self, effect: object) -> None:
         match effect:
@@ -168,8 +192,11 @@ def test_every_schedule_keeps_the_invariants(first_seed: int) -> None:
 def test_good_and_bad_ends_both_occur() -> None:
     """The schedules above are no vacuous ones: pulls succeed, fail for several reasons, and are cancelled."""
     reasons = set()
+    behind = 0
     for seed in range(200):
         network = BadNetwork(seed)
         network.run()
+        behind += network.released_behind
         reasons |= {finished.reason and finished.reason.value for finished in network.finished}
     assert {None, "cancelled", "read_error", "deadline", "lease_expired"} <= reasons
+    assert behind > 20

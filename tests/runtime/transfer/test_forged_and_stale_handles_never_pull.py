@@ -43,6 +43,7 @@ RAW = {
     "token_count": 47,
     "compat_hash": "other",
     "lease_ms": 10**9,
+    "checksum": "",
     "checksums": (b"x",),
     "prompt_digest": b"x" * 32,
     "mac": b"x" * 32,

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from kvferry_runtime.transfer.check import HandleFault, handle_fault
+from kvferry_runtime.transfer.checksums import METHOD
 from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.canonical import KeyExtras
 from kvferry_wire.handle import KVHandle
@@ -48,6 +49,7 @@ def fault_of(handle: KVHandle, prompt: tuple[int, ...] = PROMPT, extras: KeyExtr
 def test_the_right_handle_is_used() -> None:
     """Nothing is found wrong with it."""
     assert fault_of(make_handle()) is None
+    assert fault_of(make_handle(checksum=METHOD, checksums=(b"1" * 24,))) is None
 
 
 FAULTS = {
@@ -70,6 +72,12 @@ FAULTS = {
     "another model": (make_handle(compat_hash="d"), RecomputeReason.MISMATCH),
     "another block size": (make_handle(layout=msgspec.structs.replace(LAYOUT, block_size=8)), RecomputeReason.MISMATCH),
     "another shape": (make_handle(layout=msgspec.structs.replace(LAYOUT, groups=(SLIDING,))), RecomputeReason.MISMATCH),
+    "checksums of another method": (make_handle(checksum="crc32", checksums=(b"1" * 24,)), RecomputeReason.MISMATCH),
+    "a method without checksums": (make_handle(checksum=METHOD), RecomputeReason.HANDLE),
+    "checksums of too few blocks": (make_handle(checksum=METHOD, checksums=(b"1" * 16,)), RecomputeReason.HANDLE),
+    "checksums of too many blocks": (make_handle(checksum=METHOD, checksums=(b"1" * 32,)), RecomputeReason.HANDLE),
+    "checksums of too many groups": (make_handle(checksum=METHOD, checksums=(b"1" * 24,) * 2), RecomputeReason.HANDLE),
+    "checksums without a method": (make_handle(checksums=(b"1" * 24,)), RecomputeReason.HANDLE),
     "no shared back end": (make_handle(backends={"nixl": b""}), RecomputeReason.NO_BACKEND),
     "no back end": (make_handle(backends={}), RecomputeReason.NO_BACKEND),
 }

@@ -19,7 +19,7 @@ from typing import Protocol
 from kvferry_runtime.transfer.lease import Lookup
 from kvferry_runtime.transfer.memory import BlockMemory
 from kvferry_runtime.transfer.reasons import RecomputeReason
-from kvferry_wire.control import LeaseRef
+from kvferry_wire.control import LeaseAnswer, LeaseRef
 from kvferry_wire.layout import LayoutDescriptor
 from kvferry_wire.limits import Limits
 
@@ -34,27 +34,41 @@ class ReadState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReadStatus:
-    """`nbytes`: that have arrived. `reason` and `detail` (for the log) are set when the read failed."""
+    """`nbytes`: that have arrived. `reason` and `detail` (for the log) are set when the read failed.
+
+    `answer`: of a read that is done, what the owner said to the `Release` that the back end sent behind its last byte;
+    ``None`` where it sent none, or has no answer.
+    """
 
     state: ReadState
     nbytes: int
     reason: RecomputeReason = RecomputeReason.READ_ERROR
     detail: str = ""
+    answer: LeaseAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """All blocks of a lease, into these local blocks: ids per KV group, in the lease's own order."""
+    """All blocks of a lease, into these local blocks: ids per KV group, in the lease's own order.
+
+    Where there are `checksums` (see `transfer.checksums`; one entry per group) the back end checks each block before it
+    says that it is done: a damaged one ends the read with `RecomputeReason.CHECKSUM`. A back end that can ask the owner
+    behind the last byte sends a `Release` with `reader` and `release_id`; whoever repeats it uses the same two.
+    """
 
     lease: LeaseRef
     blocks: tuple[tuple[int, ...], ...]
+    checksums: tuple[bytes, ...] = ()
+    reader: bytes = b""
+    release_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BackendContext:
     """What a back end is given. `lookup` and `wake` may be called from any thread.
 
-    `lookup`: the blocks of a lease now, if it is live. `wake`: a read has progressed or ended.
+    `lookup`: the blocks of a lease now, if it is live. `release`: a reader has read all of it (reader, message id,
+    lease). `wake`: a read has progressed or ended.
     """
 
     kv_key: bytes
@@ -62,6 +76,7 @@ class BackendContext:
     bind_host: str
     port: int  # to listen on; 0 for any, unused by back ends without a port
     lookup: Callable[[LeaseRef], Lookup]
+    release: Callable[[bytes, int, LeaseRef], LeaseAnswer]
     wake: Callable[[], None]
 
 

@@ -14,6 +14,7 @@ from kvferry_runtime.transfer.backends.base import (
     ReadState,
     ReadStatus,
 )
+from kvferry_runtime.transfer.checksums import first_damaged
 from kvferry_runtime.transfer.lease import Lookup
 from kvferry_runtime.transfer.memory import BlockMemory
 from kvferry_runtime.transfer.reasons import RecomputeReason
@@ -152,7 +153,12 @@ class LoopbackBackend:
         source = owner.serve(read.job.lease, group, index)
         if isinstance(source, RecomputeReason):
             return ReadStatus(ReadState.FAILED, read.nbytes, source, "the peer refused the read")
-        self.memory.block(group, read.job.blocks[group][index])[:] = source
+        block_id = read.job.blocks[group][index]
+        self.memory.block(group, block_id)[:] = source
         read.nbytes += source.nbytes
+        sums = read.job.checksums
+        if sums and first_damaged(self.memory, group, (block_id,), sums[group], index) is not None:
+            detail = f"block {index} of group {group} is damaged"
+            return ReadStatus(ReadState.FAILED, read.nbytes, RecomputeReason.CHECKSUM, detail)
         del read.left[0]
         return None if read.left else ReadStatus(ReadState.DONE, read.nbytes)

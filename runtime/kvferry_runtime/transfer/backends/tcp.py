@@ -25,10 +25,12 @@ from kvferry_runtime.transfer.backends.base import (
 )
 from kvferry_runtime.transfer.backends.tcp_link import Link, LinkError
 from kvferry_runtime.transfer.backends.tcp_server import DataServer
+from kvferry_runtime.transfer.checksums import CHECKED_AT_ONCE, first_damaged
 from kvferry_runtime.transfer.memory import BlockMemory
 from kvferry_runtime.transfer.ranges import BlockRange, read_ranges
 from kvferry_runtime.transfer.reasons import RecomputeReason
-from kvferry_wire.data import ReadReply, ReadRequest, decode_reply, encode
+from kvferry_wire.control import LeaseAnswer
+from kvferry_wire.data import ReadReply, ReadRequest, ReleaseRequest, decode_reply, encode
 from kvferry_wire.layout import LayoutDescriptor
 
 WINDOW = 3  # requests sent ahead
@@ -36,6 +38,8 @@ _CONNECT_SLICE_S = 0.1
 
 _log = logging.getLogger(__name__)
 
+# `invalid` is no answer to a release.
+_RELEASE_ANSWER: dict[str, LeaseAnswer] = {"ok": "held", "expired": "expired", "unknown": "unknown"}
 _STATUS_REASON = {
     "expired": RecomputeReason.LEASE_EXPIRED,
     "unknown": RecomputeReason.LEASE_UNKNOWN,
@@ -72,6 +76,7 @@ class TcpRead:
     link: Link | None = None
     stopped: bool = False
     nbytes: int = 0
+    answer: LeaseAnswer | None = None  # to the release
     end: ReadStatus | None = None
 
 
@@ -90,6 +95,7 @@ class TcpBackend:
     def __init__(self, context: BackendContext) -> None:
         self._context = context
         self._limits = context.limits
+        self._release_s = min(context.limits.control_reply_s, context.limits.transfer_floor_s / 4)
         self._jobs: queue.SimpleQueue[TcpRead | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards the peers' idle links and the running reads
@@ -110,6 +116,7 @@ class TcpBackend:
             kv_key=self._context.kv_key,
             limits=self._limits,
             lookup=self._context.lookup,
+            release=self._context.release,
             memory=self._memory,
         )
         self._server.start()
@@ -215,7 +222,7 @@ class TcpBackend:
             end = ReadStatus(ReadState.FAILED, read.nbytes, RecomputeReason.READ_ERROR, "internal fault")
             try:
                 self._fill(read)
-                end = ReadStatus(ReadState.DONE, read.nbytes)
+                end = ReadStatus(ReadState.DONE, read.nbytes, answer=read.answer)
             except _ReadFailedError as error:
                 end = ReadStatus(ReadState.FAILED, read.nbytes, error.reason, str(error))
             except LinkError as error:
@@ -240,12 +247,16 @@ class TcpBackend:
                 link.close()
                 link = self._connect(read)
                 self._transfer(read, link)
+            read.answer = self._release(read, link)
         except BaseException:
             self._attach(read, None)
             link.close()
             raise
         self._attach(read, None)
-        self._keep(read.peer, link)
+        if read.answer is None:  # whatever comes on it now may be the answer
+            link.close()
+        else:
+            self._keep(read.peer, link)
 
     def _transfer(self, read: TcpRead, link: Link) -> None:
         self._attach(read, link)
@@ -287,7 +298,29 @@ class TcpBackend:
         def arrived(count: int) -> None:
             read.nbytes += count
 
-        link.receive([self._memory.block(part.group, block_id) for block_id in ids], arrived=arrived)
+        step = max(1, CHECKED_AT_ONCE // self._block_bytes[part.group]) if read.job.checksums else len(ids)
+        for start in range(0, len(ids), step):
+            some = ids[start : start + step]
+            link.receive([self._memory.block(part.group, block_id) for block_id in some], arrived=arrived)
+            if read.job.checksums:
+                self._check(part.group, some, read.job.checksums[part.group], part.first + start)
+
+    def _check(self, group: int, ids: tuple[int, ...], sums: bytes, first: int) -> None:
+        damaged = first_damaged(self._memory, group, ids, sums, first)
+        if damaged is not None:
+            detail = f"block {damaged} of group {group} is not what its owner granted"
+            raise _ReadFailedError(RecomputeReason.CHECKSUM, detail)
+
+    def _release(self, read: TcpRead, link: Link) -> LeaseAnswer | None:
+        """Give the lease back behind the last byte. ``None``: no answer in time; the flow asks again by its own way."""
+        job = read.job
+        try:
+            link.send_message(encode(ReleaseRequest(reader=job.reader, id=job.release_id, lease=job.lease)))
+            reply: ReadReply = decode_reply(link.receive_message(deadline=time.monotonic() + self._release_s))
+        except (LinkError, msgspec.DecodeError) as error:
+            _log.debug("a release is not answered on the data connection: %s", error)
+            return None
+        return _RELEASE_ANSWER.get(reply.status)
 
     # ---- connections ---------------------------------------------------------------------------------------------
 

@@ -60,15 +60,15 @@ class Link:
         if not poller.poll(idle_s * 1000):
             raise LinkError(f"idle for {idle_s:g} s")
 
-    def receive_message(self) -> bytes:
-        """Receive one length-prefixed message."""
+    def receive_message(self, *, deadline: float | None = None) -> bytes:
+        """Receive one length-prefixed message. `deadline` is on `time.monotonic`."""
         head = bytearray(HEAD.size)
-        self.receive([memoryview(head)])
+        self.receive([memoryview(head)], deadline=deadline)
         (length,) = HEAD.unpack(head)
         if not 0 < length <= self._limits.data_message_bytes:
             raise LinkError(f"a message of {length} bytes; 1..{self._limits.data_message_bytes} are accepted")
         body = bytearray(length)
-        self.receive([memoryview(body)])
+        self.receive([memoryview(body)], deadline=deadline)
         return bytes(body)
 
     def send(self, buffers: Sequence[memoryview]) -> None:

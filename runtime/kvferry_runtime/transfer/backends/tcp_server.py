@@ -2,7 +2,7 @@
 
 One thread accepts and runs the challenges without blocking; each proved connection then has a thread of its own, which
 asks the lease table before every answer. What is sent after a lease ended is void by the protocol: the reader believes
-bytes only if its `Release` is answered ``held``.
+bytes only if its `Release`, which may come here behind the last byte, is answered ``held``.
 """
 
 import logging
@@ -21,8 +21,17 @@ from kvferry_runtime.transfer.backends.tcp_link import Link, LinkError
 from kvferry_runtime.transfer.lease import Lookup
 from kvferry_runtime.transfer.memory import BlockMemory
 from kvferry_runtime.transfer.ranges import requested_blocks
-from kvferry_wire.control import LeaseRef
-from kvferry_wire.data import NONCE_BYTES, PROOF_BYTES, ReadReply, ReadRequest, decode_request, encode, proof
+from kvferry_wire.control import LeaseAnswer, LeaseRef
+from kvferry_wire.data import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    DataRequest,
+    ReadReply,
+    ReleaseRequest,
+    decode_request,
+    encode,
+    proof,
+)
 from kvferry_wire.keys import mac_equal
 from kvferry_wire.limits import Limits
 
@@ -45,7 +54,8 @@ class DataServer:
     """Listens on the data port.
 
     Args:
-        lookup: the blocks of a lease now; called from many threads.
+        lookup: the blocks of a lease now; called from many threads, as is the next.
+        release: a reader (incarnation, message id) has read all of a lease.
     """
 
     def __init__(
@@ -56,12 +66,14 @@ class DataServer:
         kv_key: bytes,
         limits: Limits,
         lookup: Callable[[LeaseRef], Lookup],
+        release: Callable[[bytes, int, LeaseRef], LeaseAnswer],
         memory: BlockMemory,
     ) -> None:
         self._address = (host, port)
         self._kv_key = kv_key
         self._limits = limits
         self._lookup = lookup
+        self._release = release
         self._memory = memory
         self._unproved: dict[socket.socket, _Unproved] = {}
         self._lock = threading.Lock()  # guards what follows
@@ -235,7 +247,11 @@ class DataServer:
                 del self._links[link]
             link.close()
 
-    def _answer(self, link: Link, request: ReadRequest) -> None:
+    def _answer(self, link: Link, request: DataRequest) -> None:
+        if isinstance(request, ReleaseRequest):
+            answer = self._release(request.reader, request.id, request.lease)
+            link.send_message(encode(ReadReply("ok" if answer == "held" else answer, 0)))
+            return
         ref = LeaseRef(request.lease_id, request.incarnation, request.epoch, request.prompt_digest)
         found = self._lookup(ref)
         if found.answer != "held":
