@@ -181,6 +181,7 @@ def _could_answer(pod: "Pod", router: "Router", served: "Served") -> bool:
     return (
         pod.setup.role in ("decode", "both")
         and pod.compat_hash == served.compat_hash
+        and len(served.request.prompt) + served.request.sampling.max_tokens <= pod.config.max_model_len
         and fabric.world.now - since > STEADY_S
     )
 

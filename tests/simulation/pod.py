@@ -76,7 +76,7 @@ class Pod:
             blocks=setup.blocks + 1,
             token_budget=setup.token_budget,
             max_running=setup.max_running,
-            max_model_len=max_model_len,
+            max_model_len=setup.context or max_model_len,
             hash_key=KEYS.hash,
             kv_key=KEYS.kv or b"",
             limits=limits,

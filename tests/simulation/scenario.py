@@ -88,6 +88,7 @@ class PodSetup:
     max_running: int
     prefix_caching: bool = True
     model: str = TOY.compat_hash
+    context: int = 0  # tokens of prompt and answer; 0: as many as any pod takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ class Profile:
     forgetful: bool = False  # the router has room for few ids
     routers: tuple[str, ...] = ("router",)
     drift: float = 0.0  # clocks run up to so much faster or slower
+    short_contexts: bool = False  # each second decode pod has room for shorter answers only
 
     @property
     def prompt_cancel(self) -> bool:
@@ -339,6 +341,18 @@ PROFILES = (
         longest_answer=True,
         slow_data=0.05,
     ),
+    # A rollout that changes the context's length: an answer goes on only where there is room for all of it.
+    Profile(
+        "two_contexts",
+        shape=("prefill", "decode", "prefill", "decode"),
+        kinds=("depart", "crash", "pause"),
+        faults=(1, 4),
+        slowness=15.0,
+        spread=3.0,
+        longest_answer=True,
+        slow_data=0.05,
+        short_contexts=True,
+    ),
     # Clients leave at each stage, and what they leave is free at once.
     Profile("staged", leaving_in=0.8, requests=(14, 22), slow_data=0.1, blocks=(16, 40), spread=0.1, slowness=6.0),
     Profile(
@@ -418,6 +432,9 @@ def make_scenario(seed: int, profile_name: str | None = None) -> Scenario:
         profile = next(each for each in PROFILES if each.name == profile_name)
     pods = _make_pods(rng, profile)
     max_model_len = min(64, min(pod.blocks for pod in pods) * BLOCK_SIZE)
+    if profile.short_contexts:
+        short = [pod.name for pod in pods if pod.role == "decode"][1::2]
+        pods = tuple([replace(pod, context=max_model_len * 5 // 8) if pod.name in short else pod for pod in pods])
     names = [pod.name for pod in pods]
     spread = profile.spread or rng.choice((0.1, 0.5, 2.0))
     return Scenario(

@@ -15,6 +15,7 @@ from kvferry_runtime.core.messages import (
     Submit,
     TokensOut,
 )
+from kvferry_runtime.server import leg_check
 from kvferry_wire.frames import Alive, Begun, End, Fail, FailKind, Frame, Handoff, Prefilled, Tokens
 from kvferry_wire.leg import Leg
 from tests.simulation.answers import Ending, cut_at_stop, event, held_back, text_of
@@ -75,6 +76,12 @@ class ServerShell:
         self._by_stream[stream] = served
         if leg.compat_hash not in ("", self._pod.compat_hash):
             self._send(served, Fail(kind="draining", message="another model"))
+            self._over(served)
+            return
+        fault = leg_check.context_fault(leg, self._pod.config.max_model_len) if kind == "decode" else None
+        if fault is not None:
+            self._pod.world.count("legs_without_room")
+            self._send(served, fault)
             self._over(served)
             return
         self._pod.fabric.leg_comes(self._pod, leg)

@@ -1,16 +1,19 @@
 """Bugs of pods that drain: a leg goes on after it left, leaves twice or not at all, or its KV is not what it says."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 
+from kvferry_router.select import policy
 from kvferry_runtime.core import engine as engine_module
 from kvferry_runtime.core.engine import EngineCore
 from kvferry_runtime.core.handoff import Parcel
 from kvferry_runtime.core.kv_manager import KVManager
 from kvferry_runtime.core.messages import HandedOver, TokensOut
+from kvferry_runtime.server import leg_check
 from tests.simulation.bugs.registry import bug, wrapped
 
 
@@ -65,6 +68,17 @@ def last_token_without_kv_is_handed_over() -> Iterator[None]:
         return Parcel(tuple(leg.sequences[0].table[: -(-len(tokens) // block_size)]), tuple(tokens))
 
     with patch.object(engine_module, "parcel_of", parcel_of):
+        yield
+
+
+@bug("two_contexts", "false_end", "finish_reason")
+def room_for_the_answer_is_not_asked_for() -> Iterator[None]:
+    """A pod with a shorter context goes on with an answer, and ends it where its own context does."""
+
+    def make(real: Any) -> Any:
+        return lambda kind, pod, ask: real(kind, pod, replace(ask, answer_tokens=1))
+
+    with wrapped(policy, "why_not", make), patch.object(leg_check, "context_fault", lambda leg, most: None):
         yield
 
 
