@@ -4,94 +4,36 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
-from tests.processes.asking import NAME, Ask, ask_for, judge
+from tests.processes.asking import Ask, ask_for, judge
+from tests.processes.streams import LONG, legs_at, pool_spec, total, working
 from tests.support.service import Part, Pod, Service, running_service, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
-SPEC: dict[str, Any] = {
-    "model": {"name": NAME, "source": "toy:step_ms=10"},
-    "engine": {"kvBlocks": 600, "blockSize": 16, "maxModelLen": 2048, "tokenBudget": 64, "threads": 1},
-    "prefill": {"replicas": 1},
-    "decode": {"replicas": 2},
-    "router": {"auth": "none", "requestDeadline": "90s", "disaggregation": {"minUncachedTokens": 32}},
-    "transfer": {"lease": "3s"},
-}
-PREFILL: Pod = "prefill-0"
-DECODE = cast("tuple[Pod, ...]", ("decode-0", "decode-1"))
-PODS = (PREFILL, *DECODE)
-LONG = " A prompt that is long enough to be ferried."
+DECODE: tuple[Pod, ...] = ("decode-0", "decode-1")
 TOKENS = 300  # of an answer: 3 s and more, so that what happens to its pod happens in the middle of it
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running_service(tmp_path_factory.mktemp("resume"), SPEC) as service:
+    with running_service(tmp_path_factory.mktemp("resume"), pool_spec(1, 2, lease="3s")) as service:
         yield service
 
 
 @pytest.fixture
 async def service(pool: Service) -> AsyncIterator[Service]:
-    """All three pods up and used by the router, before and after."""
+    """All three pods up and used by the router; nothing is left afterwards."""
     async with pool.session() as session:
-        await until(lambda: why_not_all(pool, session), 90)
+        await pool.wait_ready(session)
         yield pool
-        await until(lambda: why_not_free(pool, session), 30)
-
-
-async def why_not_all(service: Service, session: aiohttp.ClientSession) -> str:
-    if service.record().state != "ready":
-        return f"state {service.record().state}"
-    try:
-        metrics = await service.metrics(session)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        return repr(error)
-    ready = sum(value for series, value in metrics.items() if series.startswith("router_pods{") and '"ready"' in series)
-    return "" if ready == len(PODS) else f"the router uses {ready:g} pods"
-
-
-async def why_not_free(service: Service, session: aiohttp.ClientSession, pods: tuple[Pod, ...] = PODS) -> str:
-    """Empty when these pods hold nothing of any request."""
-    held = []
-    for name in pods:
-        try:
-            load = await service.load(session, name)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            held.append(f"{name}: {error!r}")
-            continue
-        if (load.running, load.waiting, load.leases, load.free_blocks) != (0, 0, 0, load.total_blocks):
-            held.append(f"{name}: {load}")
-    return "; ".join(held)
-
-
-async def legs_at(service: Service, name: Pod) -> float:
-    async with service.session() as session:
-        return (await service.metrics(session, name))["legs"]
-
-
-async def working(service: Service, *, but: Pod | None = None) -> Pod:
-    """The decode pod that has a leg, once one has."""
-    found: list[Pod] = []
-
-    async def why_not() -> str:
-        found.clear()
-        for name in DECODE:
-            if name == but:
-                continue
-            try:
-                found.extend([name] * bool(await legs_at(service, name)))
-            except (aiohttp.ClientError, TimeoutError):
-                continue
-        return "" if found else "no decode pod has a leg"
-
-    await until(why_not, 30)
-    return found[0]
+        await pool.wait_ready(session)
+        await pool.wait_idle(session, 20.0)
 
 
 class Official:
@@ -140,8 +82,9 @@ class Official:
 async def resumes(service: Service, cause: str = "") -> float:
     async with service.session() as session:
         metrics = await service.metrics(session)
-    series = "router_resumes_total" + (f'{{cause="{cause}"}}' if cause else "")
-    return sum(value for name, value in metrics.items() if name.startswith(series))
+    if not cause:
+        return total(metrics, "router_resumes_total")
+    return metrics.get(f'router_resumes_total{{cause="{cause}"}}', 0.0)
 
 
 def make_asks(mark: str) -> dict[str, Ask]:
@@ -216,7 +159,7 @@ async def test_stopped_in_mid_stream(service: Service, part: Part) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     async with service.session() as session:
-        await until(lambda: why_not_free(service, session), 10)
+        await until(lambda: service.why_not_idle(session), 10)
 
 
 async def test_killed_router_says_nothing_false_and_frees_both_pods(service: Service) -> None:
@@ -234,7 +177,7 @@ async def test_killed_router_says_nothing_false_and_frees_both_pods(service: Ser
 
         await until(why_not, 30)
         service.signal("router", "server", signal.SIGKILL)
-        await until(lambda: why_not_free(service, session), 2.0)
+        await until(lambda: service.why_not_idle(session), 2.0)
         for ask, task in zip(asks, tasks, strict=True):
             answer = await task
             assert not answer.done

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import aiohttp
 import psutil
@@ -33,9 +33,9 @@ _DIE_WITH_US = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execv(sys.argv[1], sys.argv[1:])"
 )
 
-Pod = Literal["prefill-0", "decode-0", "router"]
+Pod = Literal["prefill-0", "prefill-1", "decode-0", "decode-1", "router"]
 Part = Literal["server", "engine"]
-ENGINE_PODS: tuple[Pod, ...] = ("prefill-0", "decode-0")
+ENGINE_PODS: tuple[Pod, ...] = ("prefill-0", "decode-0")  # of a service with one of each
 
 
 class Service:
@@ -54,6 +54,12 @@ class Service:
         record = self.state.read_state()
         assert record is not None, f"the service has ended:\n{self.launcher_log()[-3000:]}"
         return record
+
+    def engine_pods(self, role: str = "") -> tuple[Pod, ...]:
+        """The pods that have an engine; with a role, those of it alone."""
+        return tuple(
+            cast(Pod, pod.name) for pod in self.record().pods if pod.role != "router" and role in ("", pod.role)
+        )
 
     def pod(self, name: Pod) -> PodRecord:
         return next(pod for pod in self.record().pods if pod.name == name)
@@ -87,7 +93,7 @@ class Service:
 
     def pids(self) -> dict[tuple[Pod, Part], int | None]:
         """Of every part."""
-        parts: list[tuple[Pod, Part]] = [(pod, part) for pod in ENGINE_PODS for part in ("server", "engine")]
+        parts: list[tuple[Pod, Part]] = [(pod, part) for pod in self.engine_pods() for part in ("server", "engine")]
         return {(pod, part): self.pid(pod, part) for pod, part in [*parts, ("router", "server")]}
 
     # ---- questions ---------------------------------------------------------------------------------------------
@@ -123,7 +129,7 @@ class Service:
         return {series: float(value) for series, _, value in found}
 
     async def why_not_ready(self, session: aiohttp.ClientSession) -> str:
-        """Empty when every pod runs and the router uses both engines in their present life."""
+        """Empty when every pod runs and the router uses all engines in their present life."""
         record = self.record()
         if record.state != "ready":
             return f"state {record.state}: {[(pod.name, pod.state, pod.reason) for pod in record.pods]}"
@@ -132,9 +138,9 @@ class Service:
             ready = sum(
                 value for series, value in metrics.items() if series.startswith("router_pods{") and '"ready"' in series
             )
-            if ready != len(ENGINE_PODS):
+            if ready != len(self.engine_pods()):
                 return f"the router uses {ready:g} pods"
-            for name in ENGINE_PODS:
+            for name in self.engine_pods():
                 async with session.get(self.url(name) + "/readyz") as response:
                     if response.status != 200:
                         return f"{name}: {await response.text()}"
@@ -161,7 +167,7 @@ class Service:
     async def why_not_idle(self, session: aiohttp.ClientSession) -> str:
         """Empty when no request, sequence, lease, pull, booking or referenced block is left anywhere."""
         held = []
-        for name in ENGINE_PODS:
+        for name in self.engine_pods():
             load = await self.load(session, name)
             if (load.running, load.waiting, load.leases, load.free_blocks) != (0, 0, 0, load.total_blocks):
                 held.append(f"{name}: {load}")
