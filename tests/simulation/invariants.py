@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvferry_runtime.core.integrity import IntegrityError
+from kvferry_runtime.transfer.flow import RENEWING
 from tests.simulation.links import GOOD
 from tests.simulation.world import Violation
 
@@ -74,6 +75,24 @@ def check_departure(pod: "Pod", until: float) -> None:
     ]
     if pod.fabric.profile.kinds == ("depart",) and others and pod.server.legs:
         raise Violation("late_departure", f"{pod.name} still has {list(pod.server.legs)}; there are {others}")
+
+
+_UNHURT = frozenset(
+    {"reset_cache", "squeeze", "slow_steps", "drain", "depart", "cut_streams", "crash_router", "stop_router"}
+)
+
+
+def check_expiry(owner: str, incarnation: bytes, lease_id: int, fabric: "Fabric") -> None:
+    """Where control messages arrive and nobody sleeps, no lease ends by time that a reader still renews."""
+    profile = fabric.profile
+    if profile.control != GOOD or not _UNHURT.issuperset(profile.kinds):
+        return
+    for pod in fabric.pods.values():
+        for key, pull in pod.reader.pulls.items():
+            named = (pull.lease.incarnation, pull.lease.lease_id) == (incarnation, lease_id)
+            if named and pod.process.up and pull.flow.state in RENEWING:
+                what = f"lease {lease_id} of {owner} has expired, and {pod.name} wants it: {pull.flow}"
+                raise Violation("live_lease", what, key.internal_id)
 
 
 def check_forgotten(request: str, fabric: "Fabric") -> None:

@@ -23,6 +23,7 @@ from kvferry_wire.data import DataRequest, ReadReply, ReleaseRequest
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.limits import Limits
 from tests.simulation.fabric import KEYS, Fabric, layout
+from tests.simulation.invariants import check_expiry
 from tests.simulation.links import Stream
 from tests.simulation.toy_runner import ToyMemory
 from tests.simulation.world import Process, Timer, Violation
@@ -163,6 +164,8 @@ class OwnerShell:
 
     def _judge(self) -> None:
         for ended in self.table.tick(self._process.now):
+            if ended.why == "expired":
+                check_expiry(self._engine.name, self._engine.incarnation, ended.lease_id, self._fabric)
             self._engine.post(ended)
         self._arm()
 

@@ -400,6 +400,20 @@ PROFILES = (
         spread=2.0,
         policies=("recompute", "recompute", "retry", "fail"),
     ),
+    # Decode has room for few answers at a time: most wait there for many times their lease, which they renew.
+    Profile(
+        "queued",
+        decode_blocks=(12, 18),
+        shape=("prefill", "decode"),
+        requests=(14, 20),
+        slowness=15.0,
+        longest_answer=True,
+        longest_prompt=20,
+        spread=2.0,
+        drift=0.2,
+    ),
+    # Reads break off, and nobody says so.
+    Profile("unheard", data=LinkFaults(lost=0.1, cut=0.15), requests=(10, 16)),
     # Prefill dies and comes back while decode still waits for blocks to pull into.
     Profile("reborn", kinds=("crash_prefill",), faults=(2, 5), decode_blocks=(9, 12), slow_data=0.3, requests=(10, 14)),
     Profile(

@@ -1,17 +1,20 @@
 """Bugs that systems of this kind have had are found by the simulation within a few seeds of their own weather."""
 
+import re
+
 import pytest
 
-from tests.simulation.bugs import of_blocks, of_drain, of_kv, of_requests, of_resume
+from tests.simulation.bugs import of_blocks, of_drain, of_kv, of_reports, of_requests, of_resume
 from tests.simulation.bugs.registry import BUGS, Bug
 from tests.simulation.run import run_scenario
 from tests.simulation.scenario import make_scenario
 
 MOST_SEEDS = 60
-PLANTED_BY = (of_kv, of_blocks, of_requests, of_resume, of_drain)  # importing them fills the list
+PLANTED_BY = (of_kv, of_blocks, of_requests, of_resume, of_drain, of_reports)  # importing them fills the list
+LEAST_REPORTS = 20
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.name} {bug.report}".strip())
 def test_planted_bug_is_caught(bug: Bug) -> None:
     """The bug, planted into a core for the length of this test, breaks an invariant that names what is wrong."""
     found: dict[int, str] = {}
@@ -23,6 +26,13 @@ def test_planted_bug_is_caught(bug: Bug) -> None:
                 break
     assert found, f"{bug.name} is not caught by {MOST_SEEDS} seeds of profile {bug.profile}"
     assert next(iter(found.values())) in bug.shows_as, found
+
+
+def test_bugs_are_named_after_public_reports() -> None:
+    """At least twenty stand for a report that anybody can look up, each for another one."""
+    reports = {bug.report for bug in BUGS if bug.report}
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report) for report in reports), reports
+    assert len(reports) >= LEAST_REPORTS
 
 
 def test_without_a_planted_bug_nothing_is_caught() -> None:

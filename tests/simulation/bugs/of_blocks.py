@@ -50,7 +50,7 @@ def aborted_pull_frees_its_blocks_at_once() -> Iterator[None]:
         yield
 
 
-@bug("parted", "leak")
+@bug("parted", "leak", report="vllm-project/vllm#38027")
 def lease_never_expires() -> Iterator[None]:
     """A reader that is gone keeps blocks for ever."""
     with patch.object(LeaseTable, "tick", lambda self, now: self.take_ended()):
@@ -112,7 +112,7 @@ def renewal_revives_an_expired_lease() -> Iterator[None]:
         yield
 
 
-@bug("late", "leak")
+@bug("late", "leak", report="LMCache/LMCache#1034")
 def end_of_a_lease_is_not_told() -> Iterator[None]:
     """The table ends a released lease, the engine keeps its blocks."""
 
@@ -126,7 +126,7 @@ def end_of_a_lease_is_not_told() -> Iterator[None]:
         yield
 
 
-@bug("calm", "IntegrityError", "integrity")
+@bug("calm", "IntegrityError", "integrity", report="LMCache/LMCache#5098")
 def shared_block_is_freed_with_its_first_owner() -> Iterator[None]:
     """A release drops the block, not one reference on it."""
 

@@ -11,6 +11,7 @@ from kvferry_router.select import policy
 from kvferry_runtime.core import engine as engine_module
 from kvferry_runtime.core.engine import EngineCore
 from kvferry_runtime.core.handoff import Parcel
+from kvferry_runtime.core.handoff import parcel_of as real_parcel_of
 from kvferry_runtime.core.kv_manager import KVManager
 from kvferry_runtime.core.messages import HandedOver, TokensOut
 from kvferry_runtime.server import leg_check
@@ -58,10 +59,9 @@ def blocks_go_back_while_they_are_handed_over() -> Iterator[None]:
 @bug("rolling", "false_handle", "wrong_token")
 def last_token_without_kv_is_handed_over() -> Iterator[None]:
     """The handle counts the token that was picked last, whose K and V nobody has computed."""
-    real = engine_module.parcel_of
 
     def parcel_of(leg: Any, block_size: int) -> Parcel | None:
-        parcel = real(leg, block_size)
+        parcel = real_parcel_of(leg, block_size)
         if parcel is None or len(leg.choices) > 1:
             return parcel
         tokens = leg.sequences[0].tokens[: len(parcel.ids) + 1]

@@ -46,14 +46,14 @@ def expired_answer_counts_as_held() -> Iterator[None]:
         yield
 
 
-@bug("damaged", "wrong_token")
+@bug("damaged", "wrong_token", report="LMCache/LMCache#4385")
 def checksums_are_not_compared() -> Iterator[None]:
     """What arrived is believed, whatever its checksum says."""
     with patch.object(simulated_reads, "first_damaged", lambda *_: None):
         yield
 
 
-@bug("forged", "wrong_token")
+@bug("forged", "wrong_token", report="vllm-project/vllm#52234")
 def prompt_digest_is_not_compared() -> Iterator[None]:
     """A genuine handle of another prompt is believed."""
 
@@ -68,7 +68,7 @@ def prompt_digest_is_not_compared() -> Iterator[None]:
         yield
 
 
-@bug("forged", "forged_handle")
+@bug("forged", "forged_handle", report="vllm-project/vllm#52232")
 def handle_mac_is_not_checked() -> Iterator[None]:
     """A handle that was changed on its way is believed, and so is what it says of its own digest."""
 
@@ -87,7 +87,7 @@ def handle_mac_is_not_checked() -> Iterator[None]:
         yield
 
 
-@bug("calm", "wrong_token")
+@bug("calm", "wrong_token", report="vllm-project/vllm#52617")
 def block_order_is_swapped() -> Iterator[None]:
     """The last two blocks of a pull go into each other's place."""
 
@@ -102,7 +102,7 @@ def block_order_is_swapped() -> Iterator[None]:
         yield
 
 
-@bug("wild", "two_writers", "wrong_token")
+@bug("wild", "two_writers", "wrong_token", report="vllm-project/vllm#5543")
 def blocks_are_cached_before_they_are_computed() -> Iterator[None]:
     """A prompt's blocks enter the prefix cache when they are allocated."""
 
@@ -119,7 +119,7 @@ def blocks_are_cached_before_they_are_computed() -> Iterator[None]:
         yield
 
 
-@bug("drifting", "tenants")
+@bug("drifting", "tenants", report="vllm-project/vllm#29163")
 def salt_is_missing_from_the_block_hash() -> Iterator[None]:
     """Tenants share blocks of equal prompts."""
     with patch.object(KeyExtras, "canonical", lambda self: b""):

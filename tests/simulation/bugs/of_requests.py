@@ -79,7 +79,7 @@ def retried_leg_starts_from_the_prompt() -> Iterator[None]:
         yield
 
 
-@bug("late", "wrong_token", "false_end", "order")
+@bug("late", "wrong_token", "false_end", "order", report="vllm-project/vllm#51637")
 def frames_of_an_abandoned_leg_count() -> Iterator[None]:
     """What a leg says after the router gave it up is passed on beside its successor's answer."""
     with patch.object(Attempts, "is_open", lambda self, number: self.open is not None):
@@ -89,7 +89,7 @@ def frames_of_an_abandoned_leg_count() -> Iterator[None]:
 # ---- ends --------------------------------------------------------------------------------------------------------
 
 
-@bug("crashing", "false_end")
+@bug("crashing", "false_end", report="BerriAI/litellm#39748")
 def cut_stream_is_a_clean_end() -> Iterator[None]:
     """A decode stream that breaks off ends the answer as if it were whole."""
 
@@ -109,7 +109,7 @@ def cut_stream_is_a_clean_end() -> Iterator[None]:
         yield
 
 
-@bug("leaving", "not_forgotten")
+@bug("leaving", "not_forgotten", report="vllm-project/vllm#50425")
 def abort_does_not_reach_prefill() -> Iterator[None]:
     """A client that leaves after prefill leaves its lease behind, until that expires."""
 
@@ -126,7 +126,7 @@ def abort_does_not_reach_prefill() -> Iterator[None]:
         yield
 
 
-@bug("lossy", "leak", "BookingError")
+@bug("lossy", "leak", "BookingError", report="ai-dynamo/dynamo#11647")
 def bookings_outlive_failed_legs() -> Iterator[None]:
     """A leg that failed is counted on its pod for ever."""
 
@@ -142,7 +142,7 @@ def bookings_outlive_failed_legs() -> Iterator[None]:
         yield
 
 
-@bug("reborn", "older_incarnation")
+@bug("reborn", "older_incarnation", report="vllm-project/vllm#49238")
 def older_incarnation_is_believed() -> Iterator[None]:
     """A lease is found by its number alone, though the engine that granted it is gone."""
 
@@ -178,14 +178,14 @@ def _taken_in_stride(what: str) -> Callable[[Any], Any]:
     return make
 
 
-@bug("lossy", "index")
+@bug("lossy", "index", report="llm-d/llm-d-router#1737")
 def gap_in_the_state_stream_is_not_noticed() -> Iterator[None]:
     """A lost message leaves blocks in the router's index that the pod no longer has, for ever."""
     with wrapped(StateFeed, "_rejoin", _taken_in_stride("gap")):
         yield
 
 
-@bug("reborn", "index")
+@bug("reborn", "index", report="llm-d/llm-d-router#2853")
 def index_of_a_dead_incarnation_stays() -> Iterator[None]:
     """What a pod had before it was started again is still counted on."""
     with wrapped(StateFeed, "_rejoin", _taken_in_stride("incarnation")):

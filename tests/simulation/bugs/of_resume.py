@@ -57,9 +57,9 @@ def last_token_before_the_cut_is_picked_again() -> Iterator[None]:
         yield
 
 
-@bug("dying", "wrong_token", "order", "false_end")
+@bug("dying", "wrong_token", "order", "false_end", report="llm-d/llm-d-router#2345")
 def token_is_lost_at_the_cut() -> Iterator[None]:
-    """A frame that was recorded and not passed on: the client misses a character (llm-d/llm-d-router#2345)."""
+    """A frame that was recorded and not passed on: the client misses a character."""
 
     def make(real: Any) -> Any:
         def tokens(self: Answer, frame: Tokens, now: float, out: list[Any]) -> bool:
@@ -116,9 +116,9 @@ def first_token_of_a_second_prefill_is_added() -> Iterator[None]:
         yield
 
 
-@bug("dying", "wrong_token", "order", "false_end", "bytes_after_end")
+@bug("dying", "wrong_token", "order", "false_end", "bytes_after_end", report="vllm-project/vllm#51637")
 def late_frames_of_the_old_leg_are_taken() -> Iterator[None]:
-    """A pod that wakes up goes on writing into an answer that another one writes (vllm-project/vllm#51637)."""
+    """A pod that wakes up goes on writing into an answer that another one writes."""
     with (
         patch.object(Attempts, "is_open", lambda self, number: self.open is not None),
         wrapped(flow_module.RequestFlow, "_tick", lambda real: real),
@@ -146,9 +146,9 @@ def answer_is_resumed_after_its_end() -> Iterator[None]:
         yield
 
 
-@bug("dying_alone", "false_end", "usage", "finish_reason")
+@bug("dying_alone", "false_end", "usage", "finish_reason", report="NVIDIA/TensorRT-LLM#18289")
 def failed_stream_ends_in_done() -> Iterator[None]:
-    """No pod is left: the stream ends as if it were whole (BerriAI/litellm#39748, NVIDIA/TensorRT-LLM#18289)."""
+    """No pod is left: the stream ends as if it were whole."""
 
     def fail(self: Answer, failure: Any, out: list[Any]) -> None:
         if not self.sent:
@@ -246,9 +246,9 @@ def client_is_not_told_of_a_resume() -> Iterator[None]:
 # ---- whose answer, and on which pod ------------------------------------------------------------------------------
 
 
-@bug("dying", "tenants")
+@bug("dying", "tenants", report="vllm-project/vllm#17045")
 def salt_of_another_tenant_is_sent_along() -> Iterator[None]:
-    """A resumed leg shares KV with prompts of others (GHSA of cache salts: vllm-project/vllm#17045)."""
+    """A resumed leg shares KV with prompts of others."""
 
     def change(leg: Leg) -> Leg:
         return msgspec.structs.replace(leg, extras=KeyExtras(tenant_salt=leg.extras.tenant_salt + b"x"))
@@ -257,9 +257,9 @@ def salt_of_another_tenant_is_sent_along() -> Iterator[None]:
         yield
 
 
-@bug("mixed", "wrong_token")
+@bug("mixed", "wrong_token", report="llm-d/llm-d#499")
 def answer_goes_on_at_another_model() -> Iterator[None]:
-    """Pods of two revisions live side by side, and any of them will do (llm-d/llm-d#499, kserve/kserve#6218)."""
+    """Pods of two revisions live side by side, and any of them will do."""
 
     def make(real: Any) -> Any:
         def start(self: RequestFlow, event: Any, now: float, out: list[Any]) -> None:
@@ -271,9 +271,9 @@ def answer_goes_on_at_another_model() -> Iterator[None]:
         yield
 
 
-@bug("dying", "not_freed")
+@bug("dying", "not_freed", report="sgl-project/sglang#29017")
 def lost_leg_is_not_aborted() -> Iterator[None]:
-    """A pod that was only paused, or cut off, goes on computing for nobody (sgl-project/sglang#29017)."""
+    """A pod that was only paused, or cut off, goes on computing for nobody."""
 
     def abort(self: Attempts, out: list[Any]) -> None:
         if self.open is not None:

@@ -9,12 +9,16 @@ from unittest.mock import patch
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A bug, in what weather it shows, and as which kinds of violation."""
+    """A bug, in what weather it shows, and as which kinds of violation.
+
+    ``report``: the public report of another system that it stands for, ``owner/repository#number``, if one fits.
+    """
 
     name: str
     profile: str
     shows_as: frozenset[str]
     planted: Callable[[], AbstractContextManager[None]]
+    report: str = ""
 
 
 BUGS: list[Bug] = []
@@ -22,9 +26,9 @@ BUGS: list[Bug] = []
 Plant = Callable[[], Iterator[None]]
 
 
-def bug(profile: str, *shows_as: str) -> Callable[[Plant], Plant]:
+def bug(profile: str, *shows_as: str, report: str = "") -> Callable[[Plant], Plant]:
     def register(plant: Plant) -> Plant:
-        BUGS.append(Bug(plant.__name__, profile, frozenset(shows_as), contextmanager(plant)))
+        BUGS.append(Bug(plant.__name__, profile, frozenset(shows_as), contextmanager(plant), report))
         return plant
 
     return register
