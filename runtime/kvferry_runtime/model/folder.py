@@ -18,7 +18,9 @@ from kvferry_runtime.model.config_hf import parse_hf_config
 from kvferry_runtime.model.errors import ModelError
 from kvferry_runtime.model.gguf_file import GGUFFile, read_gguf
 from kvferry_runtime.model.safetensors_file import SafetensorsHeader, StoredTensor, read_header, read_index
+from kvferry_runtime.model.small_files import read_small
 from kvferry_runtime.model.toy_spec import ToySpec, is_toy_name, parse_toy_name
+from kvferry_wire.limits import DEFAULT_LIMITS
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -73,11 +75,7 @@ def open_folder(source: str | Path) -> ModelFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of at most 4 MiB. Raises ``ModelError`` naming the file."""
     try:
-        if path.stat().st_size > _JSON_BYTES:
-            raise ModelError(f"{path}: {path.stat().st_size} bytes; at most {_JSON_BYTES} are accepted")
-        parsed = json.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+        parsed = json.loads(read_small(path, _JSON_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
     if not isinstance(parsed, dict):
@@ -134,8 +132,8 @@ def _open_safetensors(path: Path) -> ModelFolder:
     tensors = _merged(path, headers, index)
     state = hashlib.sha256(b"safetensors")
     tokenizer = path / TOKENIZER_FILE
-    _hash_part(state, (path / CONFIG_FILE).read_bytes())
-    _hash_part(state, tokenizer.read_bytes() if tokenizer.is_file() else b"")
+    _hash_part(state, read_small(path / CONFIG_FILE, _JSON_BYTES))
+    _hash_part(state, read_small(tokenizer, DEFAULT_LIMITS.text_bundle_bytes) if tokenizer.is_file() else b"")
     for header in headers.values():
         _hash_part(state, header.raw)
     _hash_sample(state, files)

@@ -17,7 +17,10 @@ from kvferry_runtime.model.errors import ModelError
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_KEYS = 65_536
-_MAX_TENSORS = 1_000_000
+_MAX_TENSORS = 65_536
+# Of all that precedes the data, and of all arrays in it: many times what a vocabulary of half a million tokens takes.
+_MAX_HEADER = 64 * 2**20
+_MAX_ENTRIES = 2**22
 _MAX_DIMS = 4
 _MAX_KEY_BYTES = 65_535
 _DEFAULT_ALIGNMENT = 32
@@ -70,6 +73,7 @@ class _Reader:
         self._data = data
         self._size = size
         self._at = 0
+        self._entries = 0  # of arrays so far
 
     def read(self) -> GGUFFile:
         if self._take(4, "magic") != _MAGIC:
@@ -156,6 +160,9 @@ class _Reader:
             raise ModelError(f"{self._path}: metadata {key}: arrays of value type {kind} are not accepted")
         if count * smallest > self._size - self._at:
             raise ModelError(f"{self._path}: metadata {key}: an array of {count} entries does not fit into the file")
+        self._entries += count
+        if self._entries > _MAX_ENTRIES:
+            raise ModelError(f"{self._path}: metadata {key}: {self._entries} entries of arrays; {_MAX_ENTRIES} at most")
         if kind == _STRING:
             return [self._string(key, self._size) for _ in range(count)]
         code = _SCALARS[kind][1]
@@ -182,6 +189,8 @@ class _Reader:
     def _take(self, length: int, what: str) -> bytes:
         if length > self._size - self._at:
             raise ModelError(f"{self._path}: ends inside {what} (byte {self._at}): truncated, or its header is wrong")
+        if self._at + length > _MAX_HEADER:
+            raise ModelError(f"{self._path}: {what}: the header is longer than {_MAX_HEADER} bytes, which are accepted")
         taken = self._data[self._at : self._at + length]
         self._at += length
         return taken

@@ -12,10 +12,14 @@ from typing import Any, TypeGuard
 import msgspec
 
 from kvferry_runtime.model.errors import ModelError
+from kvferry_runtime.model.small_files import read_small, unique_keys
 
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
-_MAX_HEADER = 100_000_000  # the format's own bound
+# The format allows 100 MB. What a Llama's file needs is a thousandth of that; parsed, JSON takes many times its size.
+_MAX_HEADER = 16 * 2**20
+_MAX_VALUES = 2**20  # of the header, counted before it is parsed: 16 for each of 65536 tensors
+_MAX_INDEX = 16 * 2**20
 _MAX_DIMS = 8
 
 
@@ -50,10 +54,12 @@ def read_header(path: Path) -> SafetensorsHeader:
             if len(head) < 8:
                 raise ModelError(f"{path}: {size} bytes are too few for a safetensors file")
             (length,) = struct.unpack("<Q", head)
-            if length > min(_MAX_HEADER, size - 8):
+            if length > size - 8:
                 raise ModelError(
                     f"{path}: a header of {length} bytes in a file of {size}: truncated, or not a safetensors file"
                 )
+            if length > _MAX_HEADER:
+                raise ModelError(f"{path}: a header of {length} bytes; at most {_MAX_HEADER} are accepted")
             raw = file.read(length)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -61,8 +67,10 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 
 def _tensors(path: Path, raw: bytes, start: int, size: int) -> dict[str, StoredTensor]:
+    if (values := sum(raw.count(mark) for mark in (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise ModelError(f"{path}: a header of {values} values; at most {_MAX_VALUES} are accepted")
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: the header is not JSON: {error}") from error
     if not isinstance(header, dict):
@@ -109,25 +117,14 @@ def _counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in result if keys.count(key) > 1)
-        raise ValueError(f"{twice!r} appears twice")
-    return result
-
-
 def read_index(path: Path) -> Mapping[str, str]:
     """Read ``model.safetensors.index.json``: tensor name -> file name in the same folder.
 
     Raises:
-        ModelError: not JSON, no ``weight_map``, or a file name that leaves the folder.
+        ModelError: too large, not JSON, no ``weight_map``, or a file name that leaves the folder.
     """
     try:
-        parsed = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_unique)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+        parsed = json.loads(read_small(path, _MAX_INDEX).decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
     names = parsed.get("weight_map") if isinstance(parsed, dict) else None

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from kvferry_runtime.model.errors import ModelError
 from kvferry_runtime.model.folder import CONFIG_FILE, TOKENIZER_FILE, ModelFolder, read_json
+from kvferry_runtime.model.small_files import read_small
 from kvferry_runtime.model.text_gguf import gguf_text
 from kvferry_runtime.model.text_toy import toy_text
 from kvferry_wire.limits import DEFAULT_LIMITS
@@ -38,9 +39,7 @@ def _folder_text(folder: ModelFolder) -> TextBundle:
         raise ModelError(
             f"{folder.path}: {TOKENIZER_FILE} is missing; the model cannot be served without its tokenizer"
         )
-    if path.stat().st_size > DEFAULT_LIMITS.text_bundle_bytes:
-        raise ModelError(f"{path}: at most {DEFAULT_LIMITS.text_bundle_bytes} bytes are accepted")
-    raw = path.read_bytes()
+    raw = read_small(path, DEFAULT_LIMITS.text_bundle_bytes)
     try:
         tokenizer = Tokenizer.from_str(raw.decode("utf-8"))
     except Exception as error:  # the library raises bare Exception
@@ -87,7 +86,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """A file of its own goes first, as in transformers; of several named templates, ``default``."""
     if (folder / _TEMPLATE_FILE).is_file():
         try:
-            return (folder / _TEMPLATE_FILE).read_text(encoding="utf-8")
+            return read_small(folder / _TEMPLATE_FILE, DEFAULT_LIMITS.text_bundle_bytes).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ModelError(f"{folder / _TEMPLATE_FILE}: not UTF-8: {error}") from error
     given = config.get("chat_template") or _optional_json(folder / _TEMPLATE_JSON).get("chat_template")
