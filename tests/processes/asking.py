@@ -24,7 +24,7 @@ class UnclearError(Exception):
     """Two candidates are as good as equal: this seed proves nothing."""
 
 
-def said(prompt: str, tokens: int, *, seed: int = 0, temperature: float = 0.0) -> str:
+def said(prompt: str, tokens: int, *, seed: int = 0, temperature: float = 0.0, spec: ToySpec = SPEC) -> str:
     """What the toy model answers to this many tokens; one character each.
 
     Args:
@@ -33,7 +33,7 @@ def said(prompt: str, tokens: int, *, seed: int = 0, temperature: float = 0.0) -
     Raises:
         UnclearError: a sampled pick is too close to call.
     """
-    oracle = ToyOracle(SPEC)
+    oracle = ToyOracle(spec)
     for byte in prompt.encode():
         oracle.feed(byte)
     answer: list[int] = []
@@ -70,9 +70,11 @@ class Ask:
     temperature: float = 0.0
     seed: int = 0
     stop: str = ""
+    spec: ToySpec = SPEC
+    model: str = NAME
 
     def body(self) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": NAME, "prompt": self.prompt, "max_tokens": self.max_tokens, "n": self.n}
+        body: dict[str, Any] = {"model": self.model, "prompt": self.prompt, "max_tokens": self.max_tokens, "n": self.n}
         body |= {"temperature": self.temperature, "seed": self.seed, "stream": self.stream}
         if self.stop:
             body["stop"] = [self.stop]
@@ -85,13 +87,14 @@ class Ask:
         """Text and finish reason of each choice."""
         choices = []
         for choice in range(self.n):
-            text = said(self.prompt, self.max_tokens, seed=self.seed + choice, temperature=self.temperature)
+            seed = self.seed + choice
+            text = said(self.prompt, self.max_tokens, seed=seed, temperature=self.temperature, spec=self.spec)
             cut = text.find(self.stop) if self.stop else -1
             choices.append((text, "length") if cut < 0 else (text[:cut], "stop"))
         return choices
 
 
-def make_ask(source: random.Random, mark: str) -> Ask:
+def make_ask(source: random.Random, mark: str, spec: ToySpec = SPEC) -> Ask:
     """Anything: length, stream or whole, choices, greedy or seeded sampling, a stop string of the answer's own."""
     shared = source.choice(["", "A beginning that several prompts share, some blocks long. " * 2])
     words = "".join(source.choice("abcdefghij klmno") for _ in range(source.randrange(1, 300)))
@@ -103,6 +106,7 @@ def make_ask(source: random.Random, mark: str) -> Ask:
             stream=source.random() < 0.6,
             temperature=source.choice([0.0, 0.0, 0.7, 1.3]),
             seed=source.randrange(2**62),
+            spec=spec,
         )
         try:
             text = ask.expected[0][0]
@@ -149,13 +153,14 @@ async def ask_for(session: aiohttp.ClientSession, url: str, ask: Ask) -> Answer:
     answer.seconds = loop.time() - begun
     if response.status != 200 or not ask.stream:
         if not answer.broken:
-            _read_whole(answer, json.loads(body))
+            read_whole(answer, json.loads(body))
     else:
         read_stream(answer, body)
     return answer
 
 
-def _read_whole(answer: Answer, document: dict[str, Any]) -> None:
+def read_whole(answer: Answer, document: dict[str, Any]) -> None:
+    """Take the body of an answer in that is not streamed, or of one that failed before it began."""
     answer.error = document.get("error")
     answer.done = answer.error is None
     answer.usage = document.get("usage")
@@ -202,9 +207,23 @@ def judge(ask: Ask, answer: Answer, *, router_died: bool = False) -> None:
         assert reason is None or got == text, f"a clean end on a cut answer\n{told}"
     if answer.ok:
         assert answer.finish == [finish for _, finish in ask.expected], told
+    judge_end(ask, answer, router_died=router_died)
+    if answer.ok:
+        assert answer.usage is not None
+        _judge_usage(ask, answer.usage)
+
+
+def judge_end(ask: Ask, answer: Answer, *, router_died: bool = False) -> None:
+    """How an answer ended, whatever its text: whole, or in an explicit error and a cut connection.
+
+    Args:
+        router_died: as of ``judge``.
+    """
+    told = f"{ask}\n{answer}"
+    if answer.ok:
+        assert None not in answer.finish, told
         assert not answer.broken, told
         assert answer.usage is not None, told
-        _judge_usage(ask, answer.usage)
     elif answer.error is None:
         assert router_died, f"neither a right end nor an error\n{told}"
         assert answer.broken, told

@@ -1,0 +1,169 @@
+"""Performs a schedule on a plant: processes of this machine, or pods of a cluster, or whatever else can be harmed.
+
+A fault of links is not undone step by step: after each beginning and end the plant is given all rules in force.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Literal, Protocol
+
+import msgspec
+
+from tests.chaos.namespaces import LinkRule
+from tests.chaos.schedule import OF_TRANSFERS, Fault, Kind
+from tests.chaos.wire import Spoil
+
+Part = Literal["server", "engine"]
+PATIENCE_S = 15.0  # that a fault waits for what it is to hit, which may just be starting
+
+_SPOILS: dict[Kind, Literal["reset", "hold", "flip"]] = {
+    Kind.RESET_TRANSFER: "reset",
+    Kind.HOLD_TRANSFER: "hold",
+    Kind.FLIP_TRANSFER: "flip",
+}
+
+
+class Plant(Protocol):
+    """What faults act on. Each act says whether there was something to act on; healing finds what it finds."""
+
+    async def kill(self, pod: str, part: Part) -> bool:
+        """SIGKILL of a part: the engine alone, or with the server the whole pod. It stays dead until ``start``."""
+
+    async def stop(self, pod: str) -> bool:
+        """Ask a pod to end in order, and wait until it has."""
+
+    async def start(self, pod: str) -> None:
+        """Start a pod that has ended, at the address it had."""
+
+    async def pause(self, pod: str, part: Part) -> tuple[int, ...]:
+        """SIGSTOP of the engine alone, or of the whole pod. Returns what ``resume`` needs; empty: nothing to stop."""
+
+    async def resume(self, paused: tuple[int, ...]) -> None:
+        """SIGCONT of what was paused and is still there."""
+
+    async def links(self, rules: Iterable[LinkRule]) -> None:
+        """These rules hold for packets between pods from now on, and no others."""
+
+    async def spoil(self, pod: str, spoil: Spoil) -> None:
+        """What the wire of a prefill pod does from now on."""
+
+
+class Applied(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault as it happened. Times are of time.monotonic."""
+
+    fault: Fault
+    at: float
+    healed_at: float
+    hit: bool  # there was something to hit
+
+
+class Injector:
+    """Performs one schedule."""
+
+    def __init__(self, plant: Plant, say: Callable[[str], None]) -> None:
+        self._plant, self._say = plant, say
+        self._rules: dict[int, tuple[LinkRule, ...]] = {}
+        self.applied: list[Applied] = []
+
+    async def perform(self, schedule: Iterable[Fault]) -> None:
+        """All faults, from now on; returns when all are healed."""
+        begun = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            for fault in schedule:
+                group.create_task(self._perform(fault, begun))
+
+    async def _perform(self, fault: Fault, begun: float) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, begun + fault.at - loop.time()))
+        at = loop.time()
+
+        async def over() -> None:
+            await asyncio.sleep(max(0.0, begun + fault.until - loop.time()))
+
+        hit = await self._act(fault, over)
+        self.applied.append(Applied(fault=fault, at=at, healed_at=loop.time(), hit=hit))
+        self._say(f"{fault.told()}{'' if hit else ': nothing to hit'}")
+
+    async def _act(self, fault: Fault, over: Callable[[], Awaitable[None]]) -> bool:
+        """Begin the fault, wait until it is ``over``, heal it. Returns whether it hit anything."""
+        match fault.kind:
+            case Kind.KILL_POD | Kind.KILL_DECODES | Kind.KILL_ROUTER:
+                return await self._kill(fault.targets, over)
+            case Kind.KILL_ENGINE:
+                return await _patiently(lambda: self._plant.kill(fault.targets[0], "engine"))
+            case Kind.RESTART_POD | Kind.RESTART_ROUTER:
+                hit = await _patiently(lambda: self._plant.stop(fault.targets[0]))
+                await self._plant.start(fault.targets[0])
+                return hit
+            case Kind.PAUSE_POD | Kind.PAUSE_ROUTER:
+                return await self._pause(fault.targets[0], "server", over)
+            case Kind.WEDGE_ENGINE:
+                return await self._pause(fault.targets[0], "engine", over)
+            case kind if kind in OF_TRANSFERS:
+                await self._plant.spoil(
+                    fault.targets[0], Spoil(how=_SPOILS[kind], after=int(fault.value), fault=fault.number)
+                )
+                await over()
+                await self._plant.spoil(fault.targets[0], Spoil(how="nothing"))
+                return True
+            case _:
+                await self._change_links(fault.number, rules_of(fault))
+                await over()
+                await self._change_links(fault.number, ())
+                return True
+
+    async def _kill(self, pods: tuple[str, ...], over: Callable[[], Awaitable[None]]) -> bool:
+        hits = await asyncio.gather(*(_patiently(lambda pod=pod: self._plant.kill(pod, "server")) for pod in pods))
+        await over()
+        for pod in pods:
+            await self._plant.start(pod)
+        return any(hits)
+
+    async def _pause(self, pod: str, part: Part, over: Callable[[], Awaitable[None]]) -> bool:
+        paused: tuple[int, ...] = ()
+
+        async def pause() -> bool:
+            nonlocal paused
+            paused = await self._plant.pause(pod, part)
+            return bool(paused)
+
+        try:
+            hit = await _patiently(pause)
+            await over()
+        finally:
+            await self._plant.resume(paused)
+        return hit
+
+    async def _change_links(self, number: int, rules: tuple[LinkRule, ...]) -> None:
+        self._rules[number] = rules
+        await self._plant.links([rule for each in self._rules.values() for rule in each])
+
+
+async def _patiently(act: Callable[[], Awaitable[bool]]) -> bool:
+    """Try until there was something to act on."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + PATIENCE_S
+    while not await act():
+        if loop.time() > deadline:
+            return False
+        await asyncio.sleep(0.1)
+    return True
+
+
+def rules_of(fault: Fault) -> tuple[LinkRule, ...]:
+    """What a fault of links does to packets."""
+    match fault.kind:
+        case Kind.CUT:
+            one, other = fault.targets
+            return (LinkRule(source=one, target=other), LinkRule(source=other, target=one))
+        case Kind.CUT_ONE_WAY:
+            return (LinkRule(source=fault.targets[0], target=fault.targets[1]),)
+        case Kind.ISOLATE:
+            (pod,) = fault.targets
+            return (LinkRule(source="", target=pod), LinkRule(source=pod, target=""))
+        case Kind.LOSS:
+            return (LinkRule(source="", target="", lost=fault.value),)
+        case Kind.THROTTLE:
+            return (LinkRule(source=fault.targets[0], target=fault.targets[1], bytes_per_s=fault.value),)
+        case _:
+            raise ValueError(f"{fault.kind} is no fault of links")
