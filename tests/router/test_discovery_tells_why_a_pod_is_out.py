@@ -136,7 +136,7 @@ async def test_one_bundle_is_fetched_once_for_all_pods(tmp_path: Path) -> None:
 async def test_pods_of_two_tokenizers_do_not_mix(tmp_path: Path) -> None:
     """The prompt goes to a pod with the tokenizer that made it; the other is left out with that reason."""
     common = [ScriptedPod(f"d{number}", "decode") for number in range(2)]
-    odd = ScriptedPod("odd", "decode", bundle=toy_text(ToySpec(ctx=2048)))
+    odd = ScriptedPod("odd", "decode", bundle=toy_text(ToySpec(vocab=1024)))
     async with running(tmp_path, *common, odd) as router:
         for _ in range(6):
             async with router.complete() as response:

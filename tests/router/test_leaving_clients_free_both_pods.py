@@ -13,7 +13,7 @@ PROMPT = "the marker of this request"
 
 
 def make_pods(prefill: Script, decode: Script) -> tuple[ScriptedPod, ScriptedPod]:
-    p, d = ScriptedPod("p1", "prefill"), ScriptedPod("d1", "decode")
+    p, d = ScriptedPod("p1", "prefill", context=8192), ScriptedPod("d1", "decode", context=8192)
     p.default["prefill"], d.default["decode"] = prefill, decode
     return p, d
 
