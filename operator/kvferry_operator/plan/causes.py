@@ -55,7 +55,7 @@ MAX_LINE = 600
 _REFUSED_WORDS = (
     (re.compile(r"hex digits|key file|no such folder; a folder with the key", re.I), "KeysRefused"),
     (re.compile(r"(^|\s)--[a-z]|KV memory", re.I), "SettingsRefused"),
-    (re.compile(r"no such|there is no|not exist", re.I), "ModelMissing"),
+    (re.compile(r"no such|there is no|not exist|no model: ", re.I), "ModelMissing"),
     (re.compile(r"auto_map", re.I), "RemoteCodeRefused"),
     (re.compile(r"no space left", re.I), "DiskFull"),
 )
