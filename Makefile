@@ -12,6 +12,8 @@ MANIFEST ?= examples/smollm2.yaml
 TESTS ?= tests
 ARGS ?=
 SEEDS ?= 500
+SEED ?=
+SECONDS ?= 600
 NODES ?= 2
 TARGETS ?= operator router runtime
 
@@ -19,7 +21,7 @@ BIN := $(VENV)/bin
 SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) UV_PYTHON=$(BIN)/python UV_PYTHON_DOWNLOADS=never \
 	UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-120} $(BIN)/uv sync --locked --inexact
 
-.PHONY: help serve test test-tools lint format docs crds sim sim-full bench install install-dev clean
+.PHONY: help serve test test-tools lint format docs crds sim sim-full chaos bench install install-dev clean
 .PHONY: images images-offline images-lock
 .PHONY: cluster-up cluster-env cluster-load cluster-down e2e e2e-full
 
@@ -84,6 +86,9 @@ sim: install-dev ## simulate SEEDS fault schedules of router, prefill and decode
 
 sim-full: install-dev ## simulate 5000 fault schedules; a failing seed is shrunk and printed
 	$(BIN)/python -m tests.simulation --seeds 5000
+
+chaos: install-dev ## 10 minutes of faults on real processes in network namespaces, with a report (SECONDS, SEED); needs root
+	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: install-dev ## run every benchmark; benchmarks/README.md explains the figures
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done

@@ -1,7 +1,8 @@
 """What is broken when: a pure function of a seed. Nothing here knows what a process, a network or a cluster is.
 
 Kinds are dealt like cards from a shuffled deck, so that each comes up once before any comes up twice. In the second
-half one pod of each role is spared from what ends processes: it lives long enough for its memory's slope to count.
+half of a long run one pod of each role is spared from what ends processes: it lives long enough for its memory's slope
+to count.
 """
 
 import random
@@ -13,6 +14,7 @@ import msgspec
 GAP_S = (1.0, 3.6)  # between the beginnings of two faults
 LEAST_S = 2.0  # from the last beginning to the end of the faults
 RECOVERY_S = 10.0  # that a pod is given before it is taken away again, where another of its role can be taken
+SPARING_FROM_S = 120.0  # of faults, from which on the second half spares pods
 LONG_WEDGE_S = 24.0  # longer than a pod's patience with its engine (`limits.engine_kill_s`)
 
 
@@ -136,7 +138,7 @@ class _Dealer:
         return faults
 
     def _sparing(self, at: float) -> bool:
-        return at > self._seconds / 2
+        return self._seconds >= SPARING_FROM_S and at > self._seconds / 2
 
     def _draw(self, number: int, kind: Kind, at: float) -> Fault:
         lasts = self._source.uniform(*_LASTS[kind])

@@ -43,7 +43,7 @@ SMOLLM2_PROMPTS = (
     "Ferry timetable of the lake, spring and summer.\n"
     + "".join(f"{hour:02}:05 from the north pier, {hour:02}:25 from the south pier.\n" for hour in range(6, 18)),
 )
-TOY_KINDS = tuple(kind for kind in Kind if kind is not Kind.FLIP_TRANSFER)
+TOY_KINDS = tuple(Kind)
 SMOLLM2_KINDS = (
     Kind.KILL_POD,
     Kind.KILL_ENGINE,
