@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from tests.chaos.asked import Orders, Record
@@ -20,6 +21,7 @@ from tests.chaos.service import ROOT, ChaosService, Death, Held, RouterHeld, pla
 CLIENTS = "clients"
 START_S = 180.0
 BEFORE_S = 2.0  # of traffic without a fault
+SETTLE_S = 1.5  # for all to notice what the last fault has done
 HEAL_S = 90.0  # for every pod to be ready after the last fault
 CALM_S = 4.0  # of traffic after that
 REST_S = 25.0  # for what is held to be given back
@@ -64,6 +66,7 @@ async def _run(
             begun_at = loop.time()
             injector = Injector(service, say)
             await injector.perform(schedule)
+            await asyncio.sleep(SETTLE_S)
             not_ready = await until(service.why_not_ready, HEAL_S)
             calm_at = loop.time()
             say(f"{plan.name}: all faults are healed, {not_ready or 'every pod is ready'}")
@@ -96,7 +99,7 @@ async def _rest(service: ChaosService) -> tuple[list[Held], list[RouterHeld]]:
         nonlocal found
         try:
             found = (await service.held(), await service.router_held())
-        except (OSError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return repr(error)
         busy = [each for each in found[0] if each.running or each.waiting or each.leases]
         busy_routers = [each for each in found[1] if any(each.gauges.values())]
