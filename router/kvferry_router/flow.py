@@ -123,11 +123,13 @@ class RequestFlow:
         """When a ``Tick`` is due; ``None`` when none is."""
         if self.state is State.DONE:
             return None
+        if self.state is State.ENDING:
+            return self._until  # the answer is whole, whatever else is due
         times = [self._deadline_at]
         stalls_at = self._attempts.stalls_at()
-        if stalls_at is not None and self.state is not State.ENDING:
+        if stalls_at is not None:
             times.append(stalls_at)
-        if self.state in (State.PREFILLING, *_WAITING, State.ENDING):
+        if self.state in (State.PREFILLING, *_WAITING):
             times.append(self._until)
         return min(times)
 

@@ -345,6 +345,17 @@ def test_end_is_final_after_the_grace() -> None:
     assert one(FinishAnswer, run(flow, Tick(), now=1.25)).data == b"data: [DONE]\n\n"
 
 
+def test_an_answer_that_is_whole_is_not_woken_for_its_deadline() -> None:
+    """Its deadline passes while the stream behind `End` is awaited: the one wake-up is at the end of the grace."""
+    grace = Limits().end_grace_s
+    flow = make_flow(deadline_s=1.0 + grace / 2)
+    run(flow, Start(None, "d1"), LegFrames(0, (make_tokens(7), make_end())), now=1.0)
+    assert flow.next_wakeup() == pytest.approx(1.0 + grace)
+    assert run(flow, Tick(), now=1.0 + grace * 0.9) == []
+    assert flow.next_wakeup() == pytest.approx(1.0 + grace)
+    assert one(Record, run(flow, Tick(), now=1.0 + grace)).outcome == "ok"
+
+
 def test_late_frames_of_a_leg_that_was_given_up_are_ignored() -> None:
     """A stalled leg that comes back to life adds nothing to the answer."""
     flow = make_flow(stream=False)
