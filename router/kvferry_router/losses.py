@@ -5,7 +5,7 @@ Rules:
 - A pod that lost the request's leg is left out of the next choice. When no other pod is left and the request may wait,
   it looks again after a pause, and then takes any pod but those that broke the protocol: the same one may be back.
 - New tokens end an interruption: pods and pauses count from the next loss. The time to wait for a pod counts from the
-  last sign of life of a leg.
+  last sign of life of a leg; one that its pod took and lost lived until then.
 - Legs that their pods never took (busy, draining, unreachable) cost time, not losses.
 - Losses in a row that brought no token may be the request's own doing: after ``Limits.barren_losses`` of them it is
   tried no further, whatever pods are left.
@@ -49,7 +49,8 @@ class Losses:
         if how == "moved":
             self._taken += 1  # no fault of anybody's, but it has to come to an end
         if kind == "decode":
-            self._since = now if self._since is None else self._since
+            if self._since is None or (taken and how in LOST):
+                self._since = now
             self._tries += 1
             # The last reason is told, but a full service is told as such.
             if self._tries == 1 or LEG_FAILURES[how] is failures.BUSY:

@@ -281,6 +281,29 @@ def test_the_wait_for_a_pod_ends_in_an_error_within_its_time() -> None:
     assert (record.outcome, record.gave_up, record.ended_at) == ("unavailable", "no_pod", 12.0)
 
 
+def test_a_leg_that_was_taken_and_lost_again_begins_a_wait_of_its_own() -> None:
+    """A request without a token, cut off twice by the one pod there is: it looks again, long after the first cut."""
+    flow = make_flow()
+    wait = Limits().capacity_wait_s
+    run(flow, Start(None, "d1"))
+    run(flow, LegClosed(0, "cut"), PodChosen("decode", None), now=2.0)
+    run(flow, Tick(), PodChosen("decode", "d1"), now=2.1)
+    late = 2.0 + 2 * wait
+    assert of(FailAnswer, run(flow, LegClosed(1, "cut"), PodChosen("decode", None), now=late)) == []
+    assert one(OpenLeg, run(flow, Tick(), PodChosen("decode", "d1"), now=late + 0.2)).pod == "d1"
+
+
+def test_a_pod_that_takes_no_leg_begins_no_wait_of_its_own() -> None:
+    """Refused again and again, a request without a token fails within the wait that the first refusal began."""
+    flow = make_flow()
+    wait = Limits().capacity_wait_s
+    run(flow, Start(None, "d1"))
+    run(flow, LegClosed(0, "refused"), PodChosen("decode", None), now=2.0)
+    run(flow, Tick(), PodChosen("decode", "d1"), now=2.1)
+    effects = run(flow, LegClosed(1, "refused"), PodChosen("decode", None), now=2.0 + 2 * wait)
+    assert one(FailAnswer, effects).failure.code == "engine_lost"
+
+
 def test_the_deadline_ends_a_wait() -> None:
     """It is the request's own deadline that counts, not the wait for a pod."""
     flow = make_flow(deadline_s=5.0)
