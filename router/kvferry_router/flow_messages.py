@@ -159,7 +159,10 @@ class OpenLeg:
 
 @dataclass(frozen=True, slots=True)
 class FinishLeg:
-    """The leg has said all, be it a failure: let its stream close by itself, so that the pod sees it delivered."""
+    """The leg has said all, be it a failure: let its stream close by itself, so that the pod sees it delivered.
+
+    The lease that it may have ended in goes with that stream, until a reader has taken it up.
+    """
 
     attempt: int
 

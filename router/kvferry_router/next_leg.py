@@ -19,6 +19,7 @@ def next_leg(first: Leg, answer: Answer, *, attempt: int, left_s: float, compat_
         cached_tokens=answer.cached_tokens,
         format=msgspec.structs.replace(first.format, role_sent=answer.sent),
         compat_hash=compat_hash,
+        attached=True,
     )
 
 

@@ -52,7 +52,7 @@ from kvferry_wire.limits import Limits
 
 # A tick that comes later than this says that the loop was held up: what arrived meanwhile is taken first.
 _LATE_S = 0.25
-_DRAIN_S = 1.0  # for the stream of a leg that has said all
+_DRAIN_S = 1.0  # after the request's end, for the streams of legs that have said all
 _log = logs.get_logger(__name__)
 
 
@@ -153,6 +153,8 @@ class RequestRun:
                 self._deliver(ClientGone())
             if self._timer is not None:
                 self._timer.cancel()
+            for task in self._tasks.values():  # only this ends a stream that stays open
+                self._loop.call_later(_DRAIN_S, task.cancel)
 
     def stop(self) -> None:
         """End the answer now, with an error that says that the router stops; ``answer`` writes it."""
@@ -232,8 +234,8 @@ class RequestRun:
                 self._send(effect)
             case OpenLeg():
                 self._open(effect)
-            case FinishLeg(attempt):
-                self._let_close(attempt)
+            case FinishLeg():
+                pass  # its pod closes the stream: at once, or when the lease that it ended in was taken up
             case AbortLeg(attempt, pod):
                 self._abort(attempt, pod)
             case Book():
@@ -292,11 +294,6 @@ class RequestRun:
             self._broken("a leg's task failed")
         finally:
             self._tasks.pop(attempt, None)
-
-    def _let_close(self, attempt: int) -> None:
-        # Also when the leg's own task is at work now: it goes on reading, and only this ends a stream that stays open.
-        if (task := self._tasks.get(attempt)) is not None:
-            self._loop.call_later(_DRAIN_S, task.cancel)
 
     def _drop_task(self, attempt: int) -> None:
         if (task := self._tasks.pop(attempt, None)) is not None:

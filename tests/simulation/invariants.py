@@ -117,6 +117,17 @@ def check_no_work(request: str, fabric: "Fabric") -> None:
             raise Violation("not_freed", f"{pod.name} still has {left}", request)
 
 
+def check_freed(request: str, fabric: "Fabric") -> None:
+    """A router died a while ago: no pod works on what it served; where nothing else goes wrong, none keeps its KV."""
+    check_no_work(request, fabric)
+    profile = fabric.profile
+    if set(profile.kinds) - {"crash_router", "stop_router"} or (profile.http, profile.control) != (GOOD, GOOD):
+        return
+    for pod in fabric.pods.values():
+        if left := pod.traces_of(request):
+            raise Violation("not_freed", f"{pod.name} still has {left} of a router that has died", request)
+
+
 def check_old_legs(router: "Router") -> None:
     """No pod that can know works on a leg that the router gave up a while ago."""
     fabric = router.fabric

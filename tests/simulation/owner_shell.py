@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from kvferry_runtime.core.messages import GrantLease, LeaseEnded
+from kvferry_runtime.core.messages import GrantLease, LeaseEnded, LeaseTaken
 from kvferry_runtime.transfer.checksums import METHOD, block_sums
 from kvferry_runtime.transfer.handshake import OwnSide, answer_hello
 from kvferry_runtime.transfer.lease import LeaseTable
@@ -40,7 +40,7 @@ class Engine(Protocol):
     compat_hash: str
     memory: ToyMemory
 
-    def post(self, event: LeaseEnded) -> None: ...
+    def post(self, event: LeaseTaken | LeaseEnded) -> None: ...
 
 
 class OwnerShell:
@@ -175,8 +175,8 @@ class OwnerShell:
         self._expiry.set(None if due is None else max(due, self._process.now + _TICK_S))
 
     def _tell(self) -> None:
-        for ended in self.table.take_ended():
-            self._engine.post(ended)
+        for news in (*self.table.take_taken(), *self.table.take_ended()):
+            self._engine.post(news)
         self._arm()
 
 

@@ -17,9 +17,11 @@ from kvferry_runtime.core.messages import (
     HandedOver,
     HoldLease,
     LeaseEnded,
+    LeaseSettled,
+    LeaseTaken,
     LegKey,
+    Posted,
     PrefilledOut,
-    PullFinished,
     ServerInput,
     StartPull,
     Submit,
@@ -105,7 +107,7 @@ class Pod:
         self.reader = ReaderShell(self, self.fabric, self.limits, self.owner.own)
         self.server = ServerShell(self)
         self.touched = True  # the core, in this event
-        self._inbox: deque[ServerInput | LeaseEnded | PullFinished] = deque()
+        self._inbox: deque[ServerInput | Posted] = deque()
         self._busy = False
         self._turn_due = False
         self._round_due = False
@@ -158,7 +160,7 @@ class Pod:
 
     # ---- the engine's loop
 
-    def post(self, event: ServerInput | LeaseEnded | PullFinished) -> None:
+    def post(self, event: ServerInput | Posted) -> None:
         """Into the engine's inbox."""
         self._inbox.append(event)
         self._wake()
@@ -182,6 +184,10 @@ class Pod:
             event = self._inbox.popleft()
             if isinstance(event, AbortLeg) and event.key in self.leases:
                 self.owner.withdraw(self.leases[event.key])
+            if isinstance(event, (LeaseTaken, LeaseEnded)):
+                self._settled(event.lease_id)
+            if isinstance(event, LeaseTaken):
+                continue
             self._route(self.core.handle(self._checked(event), now))
         self._route(self.core.expire(now))
         plan, effects = self.core.schedule(now)
@@ -196,6 +202,12 @@ class Pod:
         early = self._rng.random() < 0.5
         result = self.runner.step(plan) if early else None
         self.process.soon(self._step_seconds(plan), self._step_done, plan, result)
+
+    def _settled(self, lease_id: int) -> None:
+        """Whoever got the handle has done its part, or the lease is over."""
+        outputs = [LeaseSettled(key=key) for key, lease in self.leases.items() if lease == lease_id]
+        if outputs:
+            self.process.soon(_HOP_S, self.server.on_outputs, outputs)
 
     def _step_done(self, plan: StepPlan, result: StepResult | None) -> None:
         self._busy = False
@@ -369,6 +381,7 @@ class Pod:
             and not self.reader.pulls
             and not self.owner.table.live()
             and not self.server.legs
+            and not self.server.attached
         )
 
     def traces_of(self, request: str) -> list[str]:

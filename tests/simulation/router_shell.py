@@ -140,7 +140,7 @@ class Router:
         """Its machine goes on, and closes its connections."""
         self.deaths += 1
         for name in self.served:
-            self.world.at(self.world.now + FREED_S, None, invariants.check_no_work, (name, self.fabric))
+            self.world.at(self.world.now + FREED_S, None, invariants.check_freed, (name, self.fabric))
         self.process.die()
         self.fabric.cut_streams(self.name, at_once=True)
 

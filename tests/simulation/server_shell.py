@@ -9,6 +9,7 @@ from kvferry_runtime.core.messages import (
     FailOut,
     HandedOver,
     HandOver,
+    LeaseSettled,
     LegKey,
     PrefilledOut,
     StopChoice,
@@ -61,6 +62,7 @@ class ServerShell:
         self.legs: dict[LegKey, ServedLeg] = {}
         self._ticks = 0
         self._handed_over: set[LegKey] = set()
+        self.attached: dict[Stream, tuple[LegKey, int]] = {}  # streams behind an answer, and the lease that it names
 
     # ---- a leg arrives
 
@@ -112,6 +114,9 @@ class ServerShell:
 
     def on_outputs(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
+            if isinstance(output, LeaseSettled):
+                self._detach(output.key)
+                continue
             served = self.legs.get(output.key)
             if output.key in self._handed_over:
                 raise Violation("after_handoff", f"{output!r}", output.key.internal_id)
@@ -130,8 +135,7 @@ class ServerShell:
                     assert handle is not None
                     self._process.world.count("legs_moved")
                     self._send(served, Handoff(handle=handle))
-                    self._pod.owner.answered(handle.lease_id, delivered=True)
-                    self._over(served)
+                    self._answered(served, handle.lease_id)
                 case FailOut():
                     if output.kind == "cancelled":
                         self._process.world.count("legs_stopped_by_a_tombstone")
@@ -203,11 +207,29 @@ class ServerShell:
         self._pod.fabric.told_cached(served.leg, output.cached_tokens)
         self._pod.fabric.reached(served.key.internal_id, "reply")
         self._send(served, Prefilled(first=output.first, cached_tokens=output.cached_tokens, handle=output.handle))
-        if output.handle is not None:
-            self._pod.owner.answered(output.handle.lease_id, delivered=True)
-        self._over(served)
+        if output.handle is None:
+            self._over(served)
+        else:
+            self._answered(served, output.handle.lease_id)
 
     # ---- a leg ends
+
+    def _answered(self, served: ServedLeg, lease_id: int) -> None:
+        """The answer names a lease; that of an attached leg goes with its stream, until a reader takes it up."""
+        self._pod.owner.answered(lease_id, delivered=True)
+        if not served.leg.attached:
+            self._over(served)
+            return
+        self.legs.pop(served.key, None)
+        self._by_stream.pop(served.stream, None)
+        self.attached[served.stream] = (served.key, lease_id)
+
+    def _detach(self, key: LegKey) -> None:
+        """The lease that the leg left needs the stream no more: it was taken up, or is over."""
+        for stream in [stream for stream, (other, _) in self.attached.items() if other == key]:
+            del self.attached[stream]
+            stream.close(1)
+            self._pod.fabric.forget(stream)
 
     def _over(self, served: ServedLeg) -> None:
         """The engine has said its last word on it."""
@@ -223,6 +245,11 @@ class ServerShell:
         """The router wants no more of a leg."""
         served = self._by_stream.get(stream)
         self._pod.fabric.forget(stream)
+        if stream in self.attached:
+            key, lease_id = self.attached.pop(stream)
+            self._process.log(key.internal_id, f"lease {lease_id} goes with its connection")
+            self._process.world.count("leases_gone_with_their_connection")
+            self._pod.owner.answered(lease_id, delivered=False)
         if served is not None:
             self._process.log(served.key.internal_id, f"leg {served.key.attempt} is closed by the router")
             self._forget(served)
@@ -239,6 +266,7 @@ class ServerShell:
         if served is not None:
             self._send(served, Fail(kind="cancelled", message="the request was cancelled"))
             self._over(served)
+        self._detach(key)
         self._pod.post_later(AbortLeg(key=key))
 
     def on_handoff(self, internal_id: str, attempt: int) -> None:
@@ -253,6 +281,8 @@ class ServerShell:
         for served in tuple(self.legs.values()):
             self._send(served, Fail(kind=kind, message=message))
             self._over(served)
+        for key, _ in tuple(self.attached.values()):
+            self._detach(key)
 
     # ---- frames
 
@@ -266,5 +296,5 @@ class ServerShell:
         if ticks <= self._ticks:
             return
         self._ticks = ticks
-        for served in tuple(self.legs.values()):
-            served.stream.send(1, Alive(step=ticks))
+        for stream in [served.stream for served in self.legs.values()] + list(self.attached):
+            stream.send(1, Alive(step=ticks))

@@ -94,6 +94,18 @@ class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="lease_ended"):
     why: Literal["released", "failed", "expired", "withdrawn"]
 
 
+class LeaseTaken(msgspec.Struct, frozen=True, kw_only=True):
+    """A reader has been heard that renews the lease: it is no more up to whoever got the handle. Once per lease.
+
+    For the loop, which says `LeaseSettled`; the core does not need it.
+    """
+
+    lease_id: int
+
+
+Posted = PullFinished | LeaseTaken | LeaseEnded
+"""What the transfer's threads put into the loop's inbox."""
+
 ServerInput = Submit | AbortLeg | StopChoice | Drain | HandOver
 EngineInput = Submit | AbortLeg | StopChoice | Drain | HandOver | PullFinished | LeaseEnded
 
@@ -146,7 +158,13 @@ class FailOut(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
     reason: str = ""  # of kind `transfer`: a label of `transfer.reasons`
 
 
-EngineOutput = TokensOut | PrefilledOut | HandedOver | FailOut
+class LeaseSettled(msgspec.Struct, frozen=True, kw_only=True, tag="lease_settled"):
+    """The lease that the leg's answer named was taken up by a reader, or has ended."""
+
+    key: LegKey
+
+
+EngineOutput = TokensOut | PrefilledOut | HandedOver | FailOut | LeaseSettled
 
 
 # ---- out: to the transfer threads --------------------------------------------------------------------------------

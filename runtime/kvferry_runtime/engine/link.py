@@ -6,7 +6,7 @@ from collections import deque
 
 import zmq
 
-from kvferry_runtime.core.messages import LeaseEnded, PullFinished
+from kvferry_runtime.core.messages import Posted
 from kvferry_runtime.engine import messages
 from kvferry_runtime.engine.child import IDENTITY
 from kvferry_runtime.engine.messages import Downward, EngineConfig, Upward
@@ -59,12 +59,12 @@ class Link:
         self._down.connect(config.down)
         self._up.connect(config.up)
         self._waker = Waker()
-        self._posted: deque[PullFinished | LeaseEnded] = deque()
+        self._posted: deque[Posted] = deque()
         self._poller = zmq.Poller()
         self._poller.register(self._down, zmq.POLLIN)
         self._poller.register(self._waker.read_fd, zmq.POLLIN)
 
-    def post(self, event: PullFinished | LeaseEnded) -> None:
+    def post(self, event: Posted) -> None:
         """From the transfer's threads: put an event into the inbox and wake the loop."""
         self._posted.append(event)
         self._waker.wake()
@@ -79,9 +79,9 @@ class Link:
             self._poller.poll(max(0, int(timeout_s * 1000)))
         self._waker.clear()
 
-    def inbox(self) -> list[Downward | PullFinished | LeaseEnded]:
+    def inbox(self) -> list[Downward | Posted]:
         """All that has arrived, without waiting."""
-        found: list[Downward | PullFinished | LeaseEnded] = []
+        found: list[Downward | Posted] = []
         while self._posted:
             found.append(self._posted.popleft())
         while True:

@@ -11,8 +11,7 @@ from kvferry_runtime.core.messages import (
     DropLease,
     GrantLease,
     HoldLease,
-    LeaseEnded,
-    PullFinished,
+    Posted,
     StartPull,
     Submit,
 )
@@ -108,22 +107,22 @@ class ScriptedLink:
     def __init__(self, on_wait: Callable[[float], None] = lambda _: None) -> None:
         self.sent: list[Upward] = []
         self.on_turn: Callable[[], None] = lambda: None
-        self._inbox: deque[Downward | PullFinished | LeaseEnded] = deque()
+        self._inbox: deque[Downward | Posted] = deque()
         self._on_wait = on_wait
-        self._last: tuple[Downward | PullFinished | LeaseEnded, ...] = ()
+        self._last: tuple[Downward | Posted, ...] = ()
 
-    def give(self, *messages: Downward | PullFinished | LeaseEnded) -> None:
+    def give(self, *messages: Downward | Posted) -> None:
         """Put messages into the inbox."""
         self._inbox.extend(messages)
 
-    def when_quiet(self, *messages: Downward | PullFinished | LeaseEnded) -> None:
+    def when_quiet(self, *messages: Downward | Posted) -> None:
         """Give these messages when the loop waits."""
         self._last = messages
 
     def sent_of(self, kind: type[Message]) -> list[Message]:
         return [message for message in self.sent if isinstance(message, kind)]
 
-    def inbox(self) -> list[Downward | PullFinished | LeaseEnded]:
+    def inbox(self) -> list[Downward | Posted]:
         self.on_turn()
         found = list(self._inbox)
         self._inbox.clear()

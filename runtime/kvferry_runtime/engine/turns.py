@@ -18,9 +18,11 @@ from kvferry_runtime.core.messages import (
     HandedOver,
     HoldLease,
     LeaseEnded,
+    LeaseSettled,
+    LeaseTaken,
     LegKey,
+    Posted,
     PrefilledOut,
-    PullFinished,
     StartPull,
     Submit,
     TokensOut,
@@ -75,7 +77,7 @@ class Transfer(Protocol):
 class Wire(Protocol):
     """``engine.link.Link``, as the loop uses it."""
 
-    def inbox(self) -> list[Downward | PullFinished | LeaseEnded]: ...
+    def inbox(self) -> list[Downward | Posted]: ...
     def wait(self, timeout_s: float) -> None: ...
     def wake(self) -> None: ...
     def send(self, message: Upward) -> None: ...
@@ -156,7 +158,7 @@ class EngineLoop:
 
     # ---- in
 
-    def _take(self, message: Downward | PullFinished | LeaseEnded) -> None:
+    def _take(self, message: Downward | Posted) -> None:
         match message:
             case SnapshotRequest():
                 self._publish()
@@ -177,9 +179,13 @@ class EngineLoop:
             case AbortLeg():
                 self._withdraw(message.key)
                 self._route(self._core.handle(message, self._clock()))
+            case LeaseTaken():
+                if (key := self._leased_to.get(message.lease_id)) is not None:  # else it has ended since
+                    self._outputs.append(LeaseSettled(key=key))
             case LeaseEnded():
                 if (key := self._leased_to.pop(message.lease_id, None)) is not None:
                     del self._leases[key]
+                    self._outputs.append(LeaseSettled(key=key))
                 self._route(self._core.handle(message, self._clock()))
             case _:
                 self._route(self._core.handle(message, self._clock()))
@@ -252,11 +258,14 @@ class EngineLoop:
             self._link.send(Heartbeat(ticks=self._ticks, load=load, stats=self._stats()))
 
     def _check_when_idle(self) -> None:
+        """What was live is checked as soon as nothing is, all blocks over the idle turns that follow."""
         idle = self._core.idle()
         if idle and not self._was_idle:
-            self._core.check_integrity()
+            self._core.check_accounts()
             if self._transfer is not None:
                 self._transfer.check_integrity()
+        elif idle:
+            self._core.walk_idle()
         self._was_idle = idle
 
     def _wait_s(self) -> float:

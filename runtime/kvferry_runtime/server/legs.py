@@ -2,14 +2,25 @@
 
 A leg is an async iterator of frame groups; a group is what may be written at once. Closing the iterator before its
 end (the caller's connection broke) aborts the leg in the engine. After the group that holds ``Prefilled`` or
-``Handoff`` the caller asks for the next one when, and only when, the group was written: that starts the lease.
+``Handoff`` the caller asks for the next one when, and only when, the group was written: that starts the lease. Of an
+attached leg ``Alive`` follows, until the lease is taken up or over; closing the iterator before ends the lease.
 """
 
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
-from kvferry_runtime.core.messages import EngineOutput, FailOut, HandedOver, LegKey, PrefilledOut, Submit, TokensOut
+from kvferry_runtime.core.messages import (
+    EngineOutput,
+    FailOut,
+    HandedOver,
+    LeaseSettled,
+    LegKey,
+    PrefilledOut,
+    Submit,
+    TokensOut,
+)
 from kvferry_runtime.core.tombstones import Tombstones
 from kvferry_runtime.engine.child import EngineGoneError
 from kvferry_runtime.engine.client import EngineClient
@@ -77,10 +88,12 @@ class Legs:
                     undelivered = None if output.handle is None else output.handle.lease_id
                     self._prefilled(clock, leg, output)
                     yield [Prefilled(first=output.first, cached_tokens=output.cached_tokens, handle=output.handle)]
-                    if undelivered is not None:
-                        self._engine.answered(undelivered, delivered=True)
-                        undelivered = None
+                    lease, undelivered = undelivered, None
                     self._done(clock, leg, ("prefilled",), output.cached_tokens, "")
+                    if lease is not None:
+                        async with aclosing(self._answered(leg, lease, opened)) as signs:
+                            async for sign in signs:
+                                yield sign
                     return
         finally:
             if undelivered is not None:
@@ -133,10 +146,12 @@ class Legs:
                             return
                         undelivered = each.handle.lease_id
                         yield [*group, Handoff(handle=each.handle)]
-                        self._engine.answered(undelivered, delivered=True)
-                        undelivered, told = None, True
+                        lease, undelivered, told = undelivered, None, True
                         self._done(clock, leg, ("moved",), answer.cached, answer.recomputed)
                         self._metrics.moved()
+                        async with aclosing(self._answered(leg, lease, opened)) as signs:
+                            async for sign in signs:
+                                yield sign
                         return
                     if isinstance(each, TokensOut):
                         self._count(clock, leg, each)
@@ -153,6 +168,28 @@ class Legs:
             if not told:
                 self._abandoned(clock, leg)
             self._engine.finish(opened.key, abort=not ended)
+
+    async def _answered(self, leg: Leg, lease_id: int, stream: LegStream) -> AsyncGenerator[FrameGroup]:
+        """The answer that names a lease was written: the lease begins.
+
+        That of an attached leg goes with its connection until a reader has taken it up, and the stream ends then. If
+        the connection ends first, as when a router dies, nobody will read the KV: it is freed at once.
+        """
+        self._engine.answered(lease_id, delivered=True)
+        if not leg.attached:
+            return
+        settled = False
+        try:
+            async for output in _outputs(self._engine, stream, self._limits):
+                if isinstance(output, Alive):
+                    yield [output]
+                elif isinstance(output, (LeaseSettled, FailOut)):
+                    settled = True  # or the engine is gone, or the leg was aborted by name, and the lease with it
+                    return
+        finally:
+            if not settled:
+                _log.info("a lease goes with its connection", extra=logs.fields(attempt=leg.attempt))
+                self._engine.answered(lease_id, delivered=False)
 
     # ---- starting
 

@@ -16,7 +16,7 @@ from kvferry_service import logs
 from kvferry_service.errors import HttpError
 from kvferry_service.http_app import read_body
 from kvferry_wire import pod as wire_pod
-from kvferry_wire.frames import encode_frame
+from kvferry_wire.frames import Handoff, Prefilled, encode_frame
 from kvferry_wire.leg import AbortRequest, Leg
 
 FRAMES_TYPE = "application/x-kvferry-frames"
@@ -107,15 +107,21 @@ class _InternalRoutes:
     async def _stream(self, request: web.Request, leg: Leg, frames: AsyncGenerator[FrameGroup]) -> web.StreamResponse:
         """Write a leg's frames as they come. Leaving early, for whatever reason, aborts the leg."""
         response = web.StreamResponse(headers={"Content-Type": FRAMES_TYPE})
+        limits = self._pod.config.limits
         try:
-            async with asyncio.timeout(max(0, leg.deadline_ms) / 1000 + _WRITE_GRACE_S), aclosing(frames):
+            deadline_s = max(0, leg.deadline_ms) / 1000 + _WRITE_GRACE_S
+            async with asyncio.timeout(deadline_s) as deadline, aclosing(frames):
                 await response.prepare(request)
                 async for group in frames:
-                    await write(response, b"".join(encode_frame(frame) for frame in group), self._pod.config.limits)
+                    if any(isinstance(frame, (Prefilled, Handoff)) for frame in group):
+                        # The leg has ended; what follows is as long as its lease waits for a reader.
+                        now = asyncio.get_running_loop().time()
+                        deadline.reschedule(now + limits.client_stall_s + limits.lease_s + _WRITE_GRACE_S)
+                    await write(response, b"".join(encode_frame(frame) for frame in group), limits)
         except TimeoutError:
             # The reader takes nothing, or the engine missed the deadline: either way this is no right end.
             raise ConnectionResetError("a leg outlived its deadline") from None
-        await write_end(response, self._pod.config.limits)
+        await write_end(response, limits)
         return response
 
     def _legs(self) -> Legs:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry_runtime.core.messages import GrantLease, LeaseEnded
+from kvferry_runtime.core.messages import GrantLease, LeaseEnded, LeaseTaken
 from kvferry_runtime.transfer.lease import LeaseTable, Lookup
 from kvferry_wire.control import Answers, Failed, LeaseAnswer, LeaseRef, Release, Renew
 from kvferry_wire.limits import Limits
@@ -18,7 +18,8 @@ class LeaseDesk:
     """All calls may come from any thread.
 
     Args:
-        post: hears of each ended lease once; called outside the lock, on the caller's thread.
+        post: hears of each lease's first renewal and of its end, once each; called outside the lock, on the caller's
+            thread.
         clock: seconds, monotonic; a seam for tests.
     """
 
@@ -28,7 +29,7 @@ class LeaseDesk:
         incarnation: bytes,
         epoch: int,
         limits: Limits,
-        post: Callable[[LeaseEnded], None],
+        post: Callable[[LeaseTaken | LeaseEnded], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table = LeaseTable(incarnation=incarnation, epoch=epoch, limits=limits)
@@ -118,6 +119,6 @@ class LeaseDesk:
 
     def _tell(self) -> None:
         with self._lock:
-            ended = self._table.take_ended()
-        for end in ended:
-            self._post(end)
+            news = [*self._table.take_taken(), *self._table.take_ended()]
+        for each in news:
+            self._post(each)

@@ -5,7 +5,8 @@ its blocks are kept and its answer is not written yet, *held* from the moment th
 is heard, whichever comes first), and then ends once, in one of four ways. Only `tick` judges expiry, so whoever drives
 the table handles what has arrived before it judges. Nothing revives an ended lease.
 
-Owners of blocks are told of each end exactly once, through `take_ended`.
+Owners of blocks are told of each end exactly once, through `take_ended`; of the first renewal of a lease through
+`take_taken`.
 """
 
 import enum
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvferry_runtime.core.integrity import IntegrityError
-from kvferry_runtime.core.messages import GrantLease, LeaseEnded
+from kvferry_runtime.core.messages import GrantLease, LeaseEnded, LeaseTaken
 from kvferry_wire.control import LeaseAnswer, LeaseRef
 from kvferry_wire.limits import Limits
 
@@ -109,6 +110,7 @@ class Lease:
     blocks: tuple[tuple[int, ...], ...]
     state: LeaseState
     deadline: float  # seconds of the driver's clock
+    taken: bool = False  # a reader has renewed it
 
 
 @dataclass(slots=True, frozen=True)
@@ -146,6 +148,7 @@ class LeaseTable:
         self._ended: OrderedDict[int, EndedLease] = OrderedDict()
         self._replies: OrderedDict[tuple[bytes, int, LeaseRef], LeaseAnswer] = OrderedDict()
         self._outbox: list[LeaseEnded] = []
+        self._taken: list[LeaseTaken] = []
         self._last_id = -1
         self.granted = 0
         self.ended: dict[str, int] = {state.value: 0 for state in ENDED_STATES}
@@ -223,6 +226,9 @@ class LeaseTable:
         if lease is None:
             return self._answer_of_ended(ref)
         self._extend(lease, LeaseEvent.RENEW, now)
+        if not lease.taken:
+            lease.taken = True
+            self._taken.append(LeaseTaken(lease_id=lease.lease_id))
         return "held"
 
     def release(self, ref: LeaseRef, reader: bytes, message_id: int, now: float) -> LeaseAnswer:
@@ -273,6 +279,11 @@ class LeaseTable:
         """The ends since the last call, each exactly once: drop the references of each."""
         ended, self._outbox = self._outbox, []
         return ended
+
+    def take_taken(self) -> list[LeaseTaken]:
+        """The leases that were renewed for the first time since the last call."""
+        taken, self._taken = self._taken, []
+        return taken
 
     # ---- what it holds -------------------------------------------------------------------------------------------
 

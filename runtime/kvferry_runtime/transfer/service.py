@@ -16,8 +16,7 @@ from kvferry_runtime.core.messages import (
     DropLease,
     GrantLease,
     HoldLease,
-    LeaseEnded,
-    PullFinished,
+    Posted,
     StartPull,
     Submit,
 )
@@ -49,7 +48,7 @@ class TransferService:
         config: see `TransferConfig`.
         keys: `kv` is needed.
         memory: the KV blocks; must outlive the service.
-        post: thread-safe; hears of ended leases and finished pulls.
+        post: thread-safe; hears of leases that were taken up or have ended, and of finished pulls.
         make: builds back ends by name; a seam for tests.
 
     Raises:
@@ -62,7 +61,7 @@ class TransferService:
         config: TransferConfig,
         keys: ServiceKeys,
         memory: BlockMemory,
-        post: Callable[[PullFinished | LeaseEnded], None],
+        post: Callable[[Posted], None],
         make: MakeBackend = make_backend,
     ) -> None:
         if keys.kv is None:

@@ -7,11 +7,14 @@ import pytest
 
 from kvferry_runtime.core.config import CoreConfig
 from kvferry_runtime.core.engine import EngineCore
+from kvferry_runtime.core.integrity import IntegrityError
 from kvferry_runtime.core.messages import (
     AbortLeg,
     FailOut,
     GrantLease,
     LeaseEnded,
+    LeaseSettled,
+    LeaseTaken,
     LegKey,
     PrefilledOut,
     Submit,
@@ -138,6 +141,24 @@ def test_an_abort_after_the_answer_withdraws_its_lease_once() -> None:
     assert rig.core.load().free_blocks == rig.core.load().total_blocks
 
 
+def test_whoever_waits_hears_that_a_lease_is_settled() -> None:
+    """Taken up by a reader, or ended: by the leg that it was granted to; of other leases nobody hears."""
+    rig = Rig()
+    rig.link.give(make_submit("a", "prefill"), make_submit("b", "prefill", prompt_ids=tuple(range(50, 70))))
+    rig.link.when_quiet(
+        LeaseTaken(lease_id=1),
+        LeaseEnded(lease_id=2, why="expired"),
+        LeaseTaken(lease_id=2),
+        LeaseTaken(lease_id=9),
+        Stop(),
+    )
+    rig.loop.run()
+    outputs = [output for batch in rig.link.sent_of(Batch) for output in batch.outputs]
+    granted = {output.handle.lease_id: output.key for output in outputs if isinstance(output, PrefilledOut)}
+    settled = [output for output in outputs if isinstance(output, LeaseSettled)]
+    assert settled == [LeaseSettled(key=granted[1]), LeaseSettled(key=granted[2])]
+
+
 def test_a_deadline_fails_a_leg_that_waits() -> None:
     """Time alone ends a leg."""
     rig = Rig()
@@ -186,6 +207,16 @@ def test_integrity_is_checked_when_work_ends() -> None:
     rig.transfer.broken = True
     with pytest.raises(RuntimeError, match="scripted"):
         rig.run(make_submit())
+
+
+def test_blocks_that_nobody_references_are_walked_while_nothing_is_to_do() -> None:
+    """A fault among them ends the process within the idle turns that follow, before the block is given to anybody."""
+    rig = Rig()
+    rig.core._kv.pool._free[0] = rig.core._kv.pool._free[1]
+    with pytest.raises(IntegrityError, match="on the free list twice"):
+        rig.run(make_submit())
+        for _ in range(4):
+            rig.loop._turn()
 
 
 def test_a_dead_transfer_thread_ends_the_engine() -> None:

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry_runtime.core.messages import GrantLease, HoldLease, LeaseEnded, LegKey, PullFinished, StartPull, Submit
+from kvferry_runtime.core.messages import (
+    GrantLease,
+    HoldLease,
+    LeaseEnded,
+    LeaseTaken,
+    LegKey,
+    PullFinished,
+    StartPull,
+    Submit,
+)
 from kvferry_runtime.transfer.backends.registry import make_backend
 from kvferry_runtime.transfer.config import TransferConfig, TransferPorts
 from kvferry_runtime.transfer.flow import TransferFlow
@@ -82,7 +91,7 @@ def make_flow(*, lease_s: float = 15.0, deadline: float = 600.0, now: float = 0.
 
 @dataclass
 class Engine:
-    """A transfer service with its memory and what it posted."""
+    """A transfer service with its memory and what it posted; `taken`: leases that a reader took up."""
 
     service: TransferService
     memory: ToyBlockMemory
@@ -91,6 +100,7 @@ class Engine:
     inbox: "queue.Queue[PullFinished | LeaseEnded]"
     lease_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     leg_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    taken: list[int] = field(default_factory=list)
 
     def grant(self, blocks: tuple[tuple[int, ...], ...], prompt: tuple[int, ...], *, answered: bool = True) -> KVHandle:
         """Lease blocks out for a prompt."""
@@ -162,8 +172,16 @@ def make_engine(
         data_port=data_port,
         checksums=checksums,
     )
-    service = TransferService(config=config, keys=keys, memory=memory, post=inbox.put, make=make)
-    return Engine(service, memory, config, service.start(), inbox)
+    taken: list[int] = []
+
+    def post(event: PullFinished | LeaseTaken | LeaseEnded) -> None:
+        if isinstance(event, LeaseTaken):
+            taken.append(event.lease_id)
+        else:
+            inbox.put(event)
+
+    service = TransferService(config=config, keys=keys, memory=memory, post=post, make=make)
+    return Engine(service, memory, config, service.start(), inbox, taken=taken)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ class Twin:
     started: set[int] = field(default_factory=set)
     end: dict[int, str] = field(default_factory=dict)
     released_by: dict[int, int] = field(default_factory=dict)
+    taken: list[int] = field(default_factory=list)
 
     def answer(self, ref: LeaseRef) -> str:
         digest = b"d" * 31 + bytes((ref.lease_id,))
@@ -51,6 +52,7 @@ class LeaseLives(RuleBasedStateMachine):
         self.next_lease = 1
         self.next_message = 1
         self.told: dict[int, str] = {}
+        self.told_taken: list[int] = []
 
     def ref(self, lease_id: int, flaw: str) -> LeaseRef:
         return LeaseRef(
@@ -88,6 +90,8 @@ class LeaseLives(RuleBasedStateMachine):
         assert self.table.renew(ref, self.now) == expected
         if expected == "held":
             self.twin.extend(lease_id, self.now)
+            if lease_id not in self.twin.taken:
+                self.twin.taken.append(lease_id)
 
     @rule(lease_id=IDS, flaw=flaws, repeat=st.booleans())
     def release(self, lease_id: int, flaw: str, repeat: bool) -> None:
@@ -143,6 +147,8 @@ class LeaseLives(RuleBasedStateMachine):
     def both_agree(self) -> None:
         self.hear(self.table.take_ended())
         assert self.told == self.twin.end
+        self.told_taken += [taken.lease_id for taken in self.table.take_taken()]
+        assert self.told_taken == self.twin.taken
         assert self.table.live() == len(self.twin.epochs) - len(self.twin.end)
         self.table.check_integrity()
 

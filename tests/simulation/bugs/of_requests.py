@@ -20,6 +20,7 @@ from kvferry_wire.frames import End
 from kvferry_wire.state import StateMessage
 from tests.simulation.answers import Ending
 from tests.simulation.bugs.registry import bug, wrapped
+from tests.simulation.owner_shell import OwnerShell
 
 
 @bug("late", "wrong_token")
@@ -189,4 +190,19 @@ def gap_in_the_state_stream_is_not_noticed() -> Iterator[None]:
 def index_of_a_dead_incarnation_stays() -> Iterator[None]:
     """What a pod had before it was started again is still counted on."""
     with wrapped(StateFeed, "_rejoin", _taken_in_stride("incarnation")):
+        yield
+
+
+@bug("ending_router", "not_freed")
+def leases_outlive_the_router_that_was_told_of_them() -> Iterator[None]:
+    """Prefill's KV waits for its time though nobody is left to send a reader: the end of a connection ends no lease."""
+
+    def make(real: Any) -> Any:
+        def answered(self: OwnerShell, lease_id: int, *, delivered: bool) -> None:
+            if delivered:
+                real(self, lease_id, delivered=True)
+
+        return answered
+
+    with wrapped(OwnerShell, "answered", make):
         yield
