@@ -30,6 +30,7 @@ class BlockPool:
         self._refs: dict[int, int] = {}
         self._quarantined: set[int] = set()
         self._on_evict = on_evict
+        self.changes = 0  # calls after which a block may be in another place, or known by another content
 
     @property
     def available(self) -> int:
@@ -56,6 +57,7 @@ class BlockPool:
         """
         if not self.can_allocate(count):
             raise IntegrityError(f"allocate({count}): free={len(self._free)} cached={len(self._idle)}")
+        self.changes += 1
         taken = []
         for _ in range(count):
             if self._free:
@@ -70,6 +72,7 @@ class BlockPool:
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Take one more reference on blocks that are referenced or idle in the cache."""
+        self.changes += 1
         for block in blocks:
             if block in self._idle:
                 del self._idle[block]
@@ -85,6 +88,7 @@ class BlockPool:
         Raises:
             IntegrityError: a block without a reference, or the last reference on a quarantined block.
         """
+        self.changes += 1
         for block in blocks:
             references = self._refs.get(block, 0)
             if references == 0:
@@ -118,14 +122,28 @@ class BlockPool:
         """A referenced block's content can be asked for again: keep it when its last reference goes."""
         if block not in self._refs or block in self._quarantined:
             raise IntegrityError(f"mark_cached: block {block} is not referenced, or quarantined")
+        self.changes += 1
         self._cached.add(block)
 
     def uncache(self, block: int) -> None:
         """Nobody will ask for the block's content: idle, it becomes free."""
+        self.changes += 1
         self._cached.discard(block)
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)
+
+    def free_slice(self, first: int, count: int) -> list[int]:
+        """Some of the free list, without a copy of it all."""
+        return self._free[first : first + count]
+
+    def is_cached(self, block: int) -> bool:
+        """Whether a block is marked as cached, referenced or idle."""
+        return block in self._cached
+
+    def counts(self) -> tuple[int, int, int]:
+        """Blocks that are free, idle in the cache, and marked as cached."""
+        return len(self._free), len(self._idle), len(self._cached)
 
     def free_ids(self) -> tuple[int, ...]:
         """The free list; its last is given first."""

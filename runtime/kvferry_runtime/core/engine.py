@@ -13,6 +13,7 @@ from typing import Any
 from kvferry_runtime.core.admission import Refusal, fault_of, handle_fault, no_room_for_lease, queue_full
 from kvferry_runtime.core.config import CoreConfig
 from kvferry_runtime.core.handoff import parcel_of
+from kvferry_runtime.core.idle_walk import IdleWalk
 from kvferry_runtime.core.integrity import IntegrityError
 from kvferry_runtime.core.kv_manager import KVManager
 from kvferry_runtime.core.leg import Choice, LiveLeg
@@ -52,6 +53,7 @@ class EngineCore:
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self._kv = KVManager(config)
+        self._walk = IdleWalk(self._kv)
         self._scheduler = Scheduler(config, self._kv)
         self._legs: dict[LegKey, LiveLeg] = {}
         self._tombstones = Tombstones(config.limits.tombstone_s, config.limits.tombstones)
@@ -190,12 +192,32 @@ class EngineCore:
         """Unpublish every cached block. Running sequences and leases keep theirs."""
         self._kv.reset_cache()
 
-    def check_integrity(self) -> None:
-        """Check the engine's books.
+    def check_accounts(self) -> None:
+        """Check what is live: queues, reservations, and an owner for each reference.
 
         Raises:
             IntegrityError: an account does not add up; the message prints every term.
         """
+        self._kv.check_accounts(self._check_queues())
+
+    def walk_idle(self) -> bool:
+        """Check a slice of all blocks; whether every one has been since one has changed hands. See ``IdleWalk``.
+
+        Raises:
+            IntegrityError: naming the block.
+        """
+        return self._walk.turn()
+
+    def check_integrity(self) -> None:
+        """Check all of the engine's books at once, which takes as long as it has blocks.
+
+        Raises:
+            IntegrityError: an account does not add up; the message prints every term.
+        """
+        self._kv.check_integrity(self._check_queues())
+
+    def _check_queues(self) -> list[Sequence]:
+        """All sequences, each in one queue and of one leg."""
         queues = self._scheduler
         queued = [*queues.running, *queues.waiting, *queues.ready, *queues.remote, *queues.pulling]
         owned = [sequence for leg in self._legs.values() for sequence in leg.sequences]
@@ -208,7 +230,7 @@ class EngineCore:
             raise IntegrityError(f"{self._reserved} blocks are reserved for leases, legs reserved {reserved}")
         if self._kv.leased + reserved > self.config.lease_blocks:
             raise IntegrityError(f"leases hold {self._kv.leased} + {reserved} of {self.config.lease_blocks} blocks")
-        self._kv.check_integrity(owned)
+        return owned
 
     def __repr__(self) -> str:
         queues = self._scheduler

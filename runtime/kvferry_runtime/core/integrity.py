@@ -29,10 +29,7 @@ def check_block_accounts(
         IntegrityError: naming every account that does not add up.
     """
     free_ids, cached_ids = list(free), list(idle_cached)
-    counted = {owner: Counter(ids) for owner, ids in owners.items()}
-    owned: Counter[int] = Counter()
-    for ids in counted.values():
-        owned.update(ids)
+    counted = _count(owners)
     faults = []
     places = Counter(free_ids) + Counter(cached_ids) + Counter(refs.keys())
     if set(places) != set(range(1, total + 1)) or any(count != 1 for count in places.values()):
@@ -40,13 +37,52 @@ def check_block_accounts(
         twice = sorted(block for block, count in places.items() if count > 1)
         foreign = sorted(set(places) - set(range(1, total + 1)))
         faults.append(f"blocks in no place {missing}, in two places {twice}, unknown {foreign}")
+    faults += _reference_faults(refs, counted)
+    if faults:
+        raise IntegrityError(_told(total, len(free_ids), len(cached_ids), refs, counted) + "; ".join(faults))
+
+
+def check_live_accounts(
+    *, total: int, free: int, idle_cached: int, refs: Mapping[int, int], owners: Mapping[str, Iterable[int]]
+) -> None:
+    """The part of ``check_block_accounts`` that takes only as long as there are references.
+
+    Args:
+        free, idle_cached: how many blocks are there; which ones is not looked at.
+
+    Raises:
+        IntegrityError: places do not add up to all blocks, or a reference has no owner.
+    """
+    counted = _count(owners)
+    faults = _reference_faults(refs, counted)
+    if free + idle_cached + len(refs) != total:
+        faults.append("places do not add up to all blocks")
+    if faults:
+        raise IntegrityError(_told(total, free, idle_cached, refs, counted) + "; ".join(faults))
+
+
+_Counted = dict[str, "Counter[int]"]
+
+
+def _count(owners: Mapping[str, Iterable[int]]) -> _Counted:
+    return {owner: Counter(ids) for owner, ids in owners.items()}
+
+
+def _reference_faults(refs: Mapping[int, int], counted: _Counted) -> list[str]:
+    owned: Counter[int] = Counter()
+    for ids in counted.values():
+        owned.update(ids)
+    faults = []
     for block in sorted(set(refs) | set(owned)):
         if refs.get(block, 0) != owned[block]:
             by_owner = {owner: ids[block] for owner, ids in counted.items() if ids[block]}
             faults.append(f"block {block} has {refs.get(block, 0)} references, owners hold {by_owner}")
-    if faults:
-        sums = ", ".join(f"{owner}={sum(ids.values())}" for owner, ids in counted.items())
-        raise IntegrityError(
-            f"block accounts: total={total} free={len(free_ids)} cached={len(cached_ids)} used={len(refs)} "
-            f"references={sum(refs.values())} ({sums}): " + "; ".join(faults)
-        )
+    return faults
+
+
+def _told(total: int, free: int, cached: int, refs: Mapping[int, int], counted: _Counted) -> str:
+    sums = ", ".join(f"{owner}={sum(ids.values())}" for owner, ids in counted.items())
+    return (
+        f"block accounts: total={total} free={free} cached={cached} used={len(refs)} "
+        f"references={sum(refs.values())} ({sums}): "
+    )

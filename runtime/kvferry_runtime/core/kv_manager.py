@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ordered
 
 from kvferry_runtime.core.block_pool import BlockPool
 from kvferry_runtime.core.config import CoreConfig
-from kvferry_runtime.core.integrity import IntegrityError, check_block_accounts
+from kvferry_runtime.core.integrity import IntegrityError, check_block_accounts, check_live_accounts
 from kvferry_runtime.core.messages import LegKey
 from kvferry_runtime.core.plan import BlockCopy
 from kvferry_runtime.core.prefix_cache import CachedBlock, PrefixCache
@@ -189,6 +189,23 @@ class KVManager:
         for block in self.cache.clear():
             self.pool.uncache(block)
 
+    def check_accounts(self, sequences: Iterable[Sequence]) -> None:
+        """The part of ``check_integrity`` that takes as long as there are references; ``IdleWalk`` does the rest.
+
+        Raises:
+            IntegrityError: an account does not add up; the message prints every term.
+        """
+        free, idle, cached = self.pool.counts()
+        check_live_accounts(
+            total=self.pool.total,
+            free=free,
+            idle_cached=idle,
+            refs=self.pool.reference_counts(),
+            owners=self._owners(list(sequences)),
+        )
+        if cached != len(self.cache):
+            raise IntegrityError(f"{cached} blocks are marked as cached, the cache names {len(self.cache)}")
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Check all accounts.
 
@@ -201,12 +218,7 @@ class KVManager:
             free=self.pool.free_ids(),
             idle_cached=self.pool.idle_ids(),
             refs=self.pool.reference_counts(),
-            owners={
-                "sequences": itertools.chain.from_iterable(sequence.table for sequence in live),
-                "leases": itertools.chain.from_iterable(self.leases.values()),
-                "pulls": itertools.chain.from_iterable(self.pulls.values()),
-                "copies": self._copies.values(),
-            },
+            owners=self._owners(live),
         )
         pulled = set(itertools.chain.from_iterable(self.pulls.values()))
         if self.pool.quarantined_ids() != pulled:
@@ -214,11 +226,21 @@ class KVManager:
         named = self.cache.blocks()
         if self.pool.cached_ids() != named.keys():
             raise IntegrityError(f"pool says cached {sorted(self.pool.cached_ids())}, cache names {sorted(named)}")
-        if {entry.hash for entry in named.values()} != set(self.cache.hashes()):
-            raise IntegrityError(f"cache has {len(named)} blocks under {len(self.cache)} names")
+        lost = [block for block in named if not self.cache.names_rightly(block)]
+        if lost or len(named) != len(self.cache):
+            raise IntegrityError(f"cache has {len(named)} blocks under {len(self.cache)} names; not found: {lost}")
         tables = set(itertools.chain.from_iterable(sequence.table for sequence in live))
         if not self._copies.keys() <= tables:
             raise IntegrityError(f"copies into {sorted(self._copies)}, which no sequence owns")
         for sequence in live:
             if len(sequence.table) * self.config.block_size < sequence.computed:
                 raise IntegrityError(f"{sequence!r} has computed more than its blocks hold")
+
+    def _owners(self, live: list[Sequence]) -> dict[str, Iterable[int]]:
+        """Whoever holds references, and the blocks that it holds, once for each."""
+        return {
+            "sequences": itertools.chain.from_iterable(sequence.table for sequence in live),
+            "leases": itertools.chain.from_iterable(self.leases.values()),
+            "pulls": itertools.chain.from_iterable(self.pulls.values()),
+            "copies": self._copies.values(),
+        }

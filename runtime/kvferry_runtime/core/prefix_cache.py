@@ -103,6 +103,11 @@ class PrefixCache:
         events, self._events = self._events, []
         return [event if isinstance(event, Cleared) else event.message() for event in events]
 
+    def names_rightly(self, block: int) -> bool:
+        """Whether the block's entry is found by its own name."""
+        entry = self._by_block.get(block)
+        return entry is not None and self._by_hash.get(entry.hash) is entry
+
     def blocks(self) -> dict[int, CachedBlock]:
         """All entries by block id."""
         return dict(self._by_block)

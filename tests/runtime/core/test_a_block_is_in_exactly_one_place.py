@@ -202,6 +202,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.pool.idle_ids()) <= self.pool.cached_ids()
         assert self.quarantined <= set(self.pool.reference_counts())
 
+    def teardown(self) -> None:
+        """Once all owners have let go, every block can be given again."""
+        if self.quarantined:
+            self.lift()
+        for blocks in self.owners.values():
+            self.pool.release(blocks)
+        assert self.pool.available == self.pool.total
+
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=260, stateful_step_count=80, deadline=None)  # 20,000 steps
