@@ -54,18 +54,12 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
     logs.redact(service_keys.secret_strings(keys))
     api_keys = None if config.api_keys_file is None else ApiKeys(config.api_keys_file, limits.tenants)
     metrics = RouterMetrics(make_registry())
-    pool = PodPool(
-        limits=limits,
-        policy=config.policy(),
-        model=config.model_name,
-        rng=random.Random(int.from_bytes(os.urandom(8))),
-        must_ferry=config.transfer_failure == "fail",
-    )
     text = TextService(limits, config.model_name, keys.hash)
     background = Background()
     listeners = _listeners(config)
     try:
         async with PodClient(keys, limits) as client:
+            pool = _pool(config, limits)
             watch = PodWatch(
                 discovery=_discovery(config, limits, metrics),
                 pool=pool,
@@ -75,24 +69,10 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
                 limits=limits,
                 metrics=metrics,
             )
-            id_budget = IdBudget(limits)
-            metrics.resume_ids.set_function(lambda: id_budget.held)
-            loop = asyncio.get_running_loop()
-            metrics.pairs_barred.set_function(lambda: len(pool.barred(loop.time())))
-            proxy = Proxy(
-                pool=pool,
-                client=client,
-                watch=watch,
-                metrics=metrics,
-                limits=limits,
-                background=background,
-                failure_policy=config.transfer_failure,
-                id_budget=id_budget,
-                resumes=ResumeBudget(limits),
-                suspects=Suspects(limits),
-            )
             app = RouterApp(
-                proxy=proxy,
+                proxy=_proxy(
+                    config, limits, pool=pool, client=client, watch=watch, background=background, metrics=metrics
+                ),
                 text=text,
                 keys=keys,
                 model=config.model_name,
@@ -123,6 +103,45 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
             listener.close()
     _log.info("stopped", extra=logs.fields(why=stop.why))
     return 0
+
+
+def _pool(config: RouterConfig, limits: Limits) -> PodPool:
+    return PodPool(
+        limits=limits,
+        policy=config.policy(),
+        model=config.model_name,
+        rng=random.Random(int.from_bytes(os.urandom(8))),
+        must_ferry=config.transfer_failure == "fail",
+    )
+
+
+def _proxy(
+    config: RouterConfig,
+    limits: Limits,
+    *,
+    pool: PodPool,
+    client: PodClient,
+    watch: PodWatch,
+    background: Background,
+    metrics: RouterMetrics,
+) -> Proxy:
+    """What performs the flows, with the budgets that they share."""
+    id_budget = IdBudget(limits)
+    metrics.resume_ids.set_function(lambda: id_budget.held)
+    loop = asyncio.get_running_loop()
+    metrics.pairs_barred.set_function(lambda: len(pool.barred(loop.time())))
+    return Proxy(
+        pool=pool,
+        client=client,
+        watch=watch,
+        metrics=metrics,
+        limits=limits,
+        background=background,
+        failure_policy=config.transfer_failure,
+        id_budget=id_budget,
+        resumes=ResumeBudget(limits),
+        suspects=Suspects(limits),
+    )
 
 
 async def _until_stopped(stop: run.StopSignal, tasks: Sequence[asyncio.Task[None]]) -> None:

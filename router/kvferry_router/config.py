@@ -73,7 +73,15 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    _add_pods(parser.add_argument)
+    _add_door(parser.add_argument)
+    _add_routing(parser.add_argument)
+    _add_process(parser.add_argument)
+    return parser
+
+
+def _add_pods(add: Callable[..., object]) -> None:
+    """Which service it is, and where its pods are."""
     add("--service-name", required=True, help="name of the InferenceService, for logs")
     add("--model-name", required=True, help="the one model name that clients may ask for")
     add("--pods-file", type=Path, help="JSON file with the pods' addresses, read again when it changes")
@@ -90,6 +98,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --watch-*: the folder with token and ca.crt of the pod's ServiceAccount",
     )
     add("--keys-dir", required=True, type=Path, help="folder with the key files http, state and hash")
+
+
+def _add_door(add: Callable[..., object]) -> None:
+    """Where clients come in, and who may."""
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", default=8000, type=int, help="port to listen on; 0 takes a free one")
     add(
@@ -104,6 +116,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="lines tenant:sha256hex, or a JSON object; or a folder of such files (*.keys, *.json) and of files with "
         "keys, named after their tenants; needed with --auth api-keys",
     )
+
+
+def _add_routing(add: Callable[..., object]) -> None:
+    """How requests go through the pods."""
     add(
         "--disaggregate",
         default=_DEFAULT_POLICY.disaggregate,
@@ -136,6 +152,10 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="from a request's arrival to the end of its answer",
     )
+
+
+def _add_process(add: Callable[..., object]) -> None:
+    """How the process ends, and what it tells."""
     add(
         "--drain",
         type=float,
@@ -146,7 +166,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--parent-fd", type=int, help="reading end of a pipe; the router ends when the other end closes")
     add("--ready-file", type=Path, help="written (JSON: host, port, pid) once the router listens")
     add("--log-format", choices=("auto", "json", "text"), default="auto", help="auto: text on a terminal, else JSON")
-    return parser
 
 
 def parse_config(argv: list[str]) -> RouterConfig:

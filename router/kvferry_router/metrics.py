@@ -13,6 +13,13 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self._of_requests(registry)
+        self._of_legs(registry)
+        self._of_resumes(registry)
+        self._of_pods(registry)
+        self._of_keys(registry)
+
+    def _of_requests(self, registry: CollectorRegistry) -> None:
         self.requests: Counter = metrics.counter(
             registry, "router_requests", "Requests that ended, by outcome and path.", ("outcome", "path")
         )
@@ -36,15 +43,23 @@ class RouterMetrics:
         )
         self.inflight: Gauge = metrics.gauge(registry, "router_requests_in_flight", "Requests under way.")
         self.queued: Gauge = metrics.gauge(registry, "router_requests_queued", "Requests waiting for admission.")
+        self.decisions = metrics.counter(registry, "router_decisions", "Routing decisions, by reason.", ("reason",))
+
+    def _of_legs(self, registry: CollectorRegistry) -> None:
         self.bookings: Gauge = metrics.gauge(registry, "router_bookings", "Legs booked at pods, opened or about to be.")
         self.recomputes = metrics.counter(
             registry, "router_recomputes", "Prompts that decode computed though prefill was planned.", ("reason",)
         )
         self.recompute_reason = BoundedLabel(_REASONS)
-        self.decisions = metrics.counter(registry, "router_decisions", "Routing decisions, by reason.", ("reason",))
         self.pod_failures = metrics.counter(
             registry, "router_leg_failures", "Legs that ended as no healthy pod's does.", ("kind", "reason")
         )
+        self.aborts = metrics.counter(registry, "router_aborts", "Legs aborted by name.", ("confirmed",))
+        self.pairs_barred: Gauge = metrics.gauge(
+            registry, "router_pairs_barred", "Pairs of pods that are left alone because transfers between them fail."
+        )
+
+    def _of_resumes(self, registry: CollectorRegistry) -> None:
         self.resumes = metrics.counter(
             registry, "router_resumes", "Answers that another leg went on with, by how one was lost.", ("cause",)
         )
@@ -64,10 +79,9 @@ class RouterMetrics:
             registry, "router_gave_up", "Requests that failed, by why no further pod was tried.", ("reason",)
         )
         self.resume_ids: Gauge = metrics.gauge(registry, "router_resume_ids", "Ids of running answers that are kept.")
-        self.pairs_barred: Gauge = metrics.gauge(
-            registry, "router_pairs_barred", "Pairs of pods that are left alone because transfers between them fail."
-        )
-        self.aborts = metrics.counter(registry, "router_aborts", "Legs aborted by name.", ("confirmed",))
+
+    def _of_pods(self, registry: CollectorRegistry) -> None:
+        """What is known of them, and how it is found out."""
         self.rejoins = metrics.counter(
             registry, "router_state_rejoins", "State streams joined again, by reason.", ("reason",)
         )
@@ -88,6 +102,8 @@ class RouterMetrics:
         self.discovery_left_out: Gauge = metrics.gauge(
             registry, "router_discovery_left_out", "Endpoints that are not used as pods, by reason.", ("reason",)
         )
+
+    def _of_keys(self, registry: CollectorRegistry) -> None:
         self.api_keys: Gauge = metrics.gauge(registry, "router_api_keys", "API keys that clients may show.")
         self.api_keys_stale: Gauge = metrics.gauge(
             registry, "router_api_keys_stale", "1 while the API keys cannot be read again and the old ones stay."
