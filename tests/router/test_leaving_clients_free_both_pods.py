@@ -115,3 +115,31 @@ async def test_client_that_does_not_read_is_cut_and_frees_the_pod(tmp_path: Path
 
         await until(gone, 6.0)
         writer.close()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_a_client_that_closes_its_half_has_left(tmp_path: Path, stream: bool) -> None:
+    """It sends no more, and may still read or not: nobody can tell it from one that is gone, and it is served no more.
+
+    Both pods are free within a second, and the connection is closed from this side too.
+    """
+    p, d = make_pods(Script(), Script(pause_s=0.2))
+    async with running(tmp_path, p, d) as router:
+        body = json.dumps({"model": "toy", "prompt": PROMPT, "max_tokens": 26, "stream": stream}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        await d.wait_for(lambda: d.running == 1)
+        writer.write_eof()
+        await d.wait_for(lambda: d.broken == ["decode"] and len(d.aborts) == 1, timeout_s=1.0)
+        await p.wait_for(lambda: len(p.aborts) == 1, timeout_s=1.0)
+        async with asyncio.timeout(2.0):
+            rest = await reader.read()
+        assert b"[DONE]" not in rest
+        assert b'finish_reason":"stop' not in rest
+        writer.close()
+
+        async def idle() -> bool:
+            return await router.metric("router_requests_in_flight") == 0
+
+        await until(idle, 1.0)
+        assert await router.metric("router_requests_total", outcome="cancelled") == 1
