@@ -6,8 +6,9 @@ Two processes: this one pulls, a child owns the blocks. Ratios are medians of in
 
 - contiguous and scattered: 1000 blocks of 64 KiB through `TransferService`, against a bare socket pair that sends one
   64 MiB buffer with `sendall` and takes it with `recv_into` into one buffer;
+- checksums: the same pulls with and without them, in pairs; and what making them costs the owner when it grants;
 - hand-off in the engine: a pull of one 4 KiB block (hold, renew, read, release), less the time of as many bytes on the
-  bare socket: its fixed cost;
+  bare socket: its fixed cost; beside it CPU time and waits of both processes, which other load changes little;
 - hand-off end to end: two pods with the toy model, from prefill's answer at the client to decode's first own token,
   less one decode step and the wire;
 - tokens: blocks of SmolLM2-135M (16 tokens, 737,280 bytes), beside a `memcpy` of as many bytes.
@@ -19,6 +20,7 @@ import multiprocessing
 import os
 import platform
 import queue
+import resource
 import secrets
 import socket
 import statistics
@@ -26,13 +28,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import aiohttp
 from handoff import frames, hand_off, make_leg, pod
 
-from kvferry_runtime.core.messages import GrantLease, HoldLease, LeaseEnded, LegKey, PullFinished, StartPull
+from kvferry_runtime.core.messages import GrantLease, HoldLease, LegKey, Posted, PullFinished, StartPull
 from kvferry_runtime.transfer.config import TransferConfig
 from kvferry_runtime.transfer.memory import ToyBlockMemory
 from kvferry_runtime.transfer.service import TransferService
@@ -45,6 +48,7 @@ from kvferry_wire.keys import ServiceKeys
 from kvferry_wire.layout import KVGroup
 
 MIB = 2**20
+CHECKSUM_TARGET = 0.05  # of a pull's time
 SHARE_TARGETS = {"contiguous": 0.9, "scattered": 0.8}
 ENGINE_TARGET_MS, END_TO_END_TARGET_MS = 0.5, 2.0  # p50 of the fixed cost
 TOY_TOKENS, TOY_KV = 256, "256KiB"  # 4 KiB of KV, in 1024 blocks
@@ -65,25 +69,51 @@ def make_memory(shape: str) -> ToyBlockMemory:
     return memory
 
 
-def make_service(memory: ToyBlockMemory, post: Callable[[PullFinished | LeaseEnded], None]) -> TransferService:
+def make_service(memory: ToyBlockMemory, post: Callable[[Posted], None], *, checksums: bool = True) -> TransferService:
     config = TransferConfig(
-        incarnation=secrets.token_bytes(16), epoch=1, compat_hash="benchmark", layout=memory.layout()
+        incarnation=secrets.token_bytes(16),
+        epoch=1,
+        compat_hash="benchmark",
+        layout=memory.layout(),
+        checksums=checksums,
     )
     return TransferService(config=config, keys=KEYS, memory=memory, post=post)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What a process has spent: CPU seconds, and how often one of its threads has waited for something."""
+
+    cpu: float
+    waits: int
+
+    @classmethod
+    def so_far(cls) -> "Effort":
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(used.ru_utime + used.ru_stime, used.ru_nvcsw)
+
+    def since(self, before: "Effort") -> "Effort":
+        return Effort(self.cpu - before.cpu, self.waits - before.waits)
 
 
 # ---- the owner's process -----------------------------------------------------------------------------------------
 
 
 def own_blocks(pipe: Connection) -> None:
-    """Grant what is asked for (shape, block ids), until told None."""
-    services: dict[str, TransferService] = {}
+    """Grant what is asked for (shape, checksums or not, block ids), until told None; "effort" asks for its own."""
+    memories: dict[str, ToyBlockMemory] = {}
+    services: dict[tuple[str, bool], TransferService] = {}
     lease_id = 0
     while (asked := pipe.recv()) is not None:
-        shape, blocks = asked
-        if shape not in services:
-            services[shape] = make_service(make_memory(shape), lambda ended: None)
-            services[shape].start()
+        if asked == "effort":
+            pipe.send(Effort.so_far())
+            continue
+        shape, checksums, blocks = asked
+        if (shape, checksums) not in services:
+            if shape not in memories:
+                memories[shape] = make_memory(shape)
+            services[shape, checksums] = make_service(memories[shape], lambda posted: None, checksums=checksums)
+            services[shape, checksums].start()
         lease_id += 1
         tokens = len(blocks) * 16
         digest = prompt_digest(b"k" * 32, range(tokens), KeyExtras())
@@ -95,9 +125,11 @@ def own_blocks(pipe: Connection) -> None:
             blocks=(tuple(blocks),),
             token_count=tokens,
         )
-        handle = services[shape].grant(grant)
-        services[shape].answered(lease_id, True)
-        pipe.send(handle)
+        began = time.perf_counter()
+        handle = services[shape, checksums].grant(grant)
+        took = time.perf_counter() - began
+        services[shape, checksums].answered(lease_id, True)
+        pipe.send((handle, took))
     for service in services.values():
         service.close(5.0)
 
@@ -119,19 +151,26 @@ class Puller:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._services: dict[str, tuple[TransferService, queue.SimpleQueue[PullFinished | LeaseEnded]]] = {}
+        self._services: dict[str, tuple[TransferService, queue.SimpleQueue[Posted]]] = {}
         self._count = 0
+        self.grant_seconds = 0.0  # of the last pull's lease, at its owner
 
-    def pull(self, shape: str, remote: list[int], local: list[int]) -> float:
+    def effort(self) -> tuple[Effort, Effort]:
+        """Of this process and of the owner's, so far."""
+        self._pipe.send("effort")
+        return Effort.so_far(), self._pipe.recv()
+
+    def pull(self, shape: str, remote: list[int], local: list[int], *, checksums: bool = True) -> float:
         """Seconds of one pull."""
         if shape not in self._services:
-            inbox: queue.SimpleQueue[PullFinished | LeaseEnded] = queue.SimpleQueue()
+            inbox: queue.SimpleQueue[Posted] = queue.SimpleQueue()
             service = make_service(make_memory(shape), inbox.put)
             service.start()
             self._services[shape] = (service, inbox)
         service, inbox = self._services[shape]
-        self._pipe.send((shape, remote))
-        handle: KVHandle = self._pipe.recv()
+        self._pipe.send((shape, checksums, remote))
+        handle: KVHandle
+        handle, self.grant_seconds = self._pipe.recv()
         self._count += 1
         key = LegKey("pull", self._count)
         began = time.perf_counter()
@@ -212,11 +251,47 @@ def measure_bandwidth(puller: Puller, bare: BareSocket, rounds: int) -> None:
         print(f"  {name:12s} {nbytes / MIB / seconds:8.0f} MiB/s   {share}{told}")
 
 
+def measure_checksums(puller: Puller, rounds: int) -> None:
+    """What they add to a pull, where both sides move nothing else; and to the grant, in the engine's own thread."""
+    print(f"\nchecksums: pulls with and without, pairs of {rounds * 2} rounds [quartiles]")
+    for name, shape, count in (("1000 of 64 KiB", "64K", 1000), ("128 of SmolLM2 (2048 tokens)", "smollm2", 128)):
+        blocks = SHAPES[shape][1]
+        remote, local = spread(count, blocks, 61), spread(count, blocks, 100)
+        added, grants, cpu = [], [], []
+        for round_number in range(rounds * 2 + 1):
+            seconds: dict[bool, float] = {}
+            spent: dict[bool, float] = {}
+            for checksums in (True, False) if round_number % 2 else (False, True):
+                before = puller.effort()
+                seconds[checksums] = puller.pull(shape, remote, local, checksums=checksums)
+                spent[checksums] = sum(now.since(then).cpu for now, then in zip(puller.effort(), before, strict=True))
+                if checksums:
+                    grants.append(puller.grant_seconds)
+            added.append(seconds[True] / seconds[False] - 1)
+            cpu.append(spent[True] / spent[False] - 1)
+        del added[0], grants[0], cpu[0]
+        cost, low, high = (statistics.quantiles(added, n=4)[place] for place in (1, 0, 2))
+        print(
+            f"  {name:28s} pull {cost:+6.1%} [{low:+.1%} .. {high:+.1%}]   target < {CHECKSUM_TARGET:.0%}:"
+            f" {reached(cost < CHECKSUM_TARGET)}; grant {statistics.median(grants) * 1e3:.1f} ms;"
+            f" CPU of both processes {statistics.median(cpu):+.1%}, the grant's included"
+        )
+
+
 def measure_hand_off(puller: Puller, bare: BareSocket, rounds: int) -> None:
     """In the engine: from `hold` to `PullFinished`, less what a bare socket takes for as many bytes."""
-    pairs = [(puller.pull("4K", [1], [2]), bare.take(4096)) for _ in range(rounds * 20 + 5)][5:]
+    for _ in range(5):
+        puller.pull("4K", [1], [2])
+    before = puller.effort()
+    pulls = [puller.pull("4K", [1], [2]) for _ in range(rounds * 20)]
+    ours, theirs = (now.since(then) for now, then in zip(puller.effort(), before, strict=True))
+    pairs = [(puller.pull("4K", [1], [2]), bare.take(4096)) for _ in range(rounds * 20)]
     print(f"\nhand-off of one 4 KiB block in the engine, of {len(pairs)}")
     print_fixed_cost([pull for pull, _ in pairs], [wire for _, wire in pairs], ENGINE_TARGET_MS)
+    for name, effort in (("reader", ours), ("owner", theirs)):
+        print(
+            f"  {name:12s} {effort.cpu / len(pulls) * 1e3:6.2f} ms of CPU, {effort.waits / len(pulls):.1f} waits each"
+        )
 
 
 def measure_end_to_end(bare: BareSocket, rounds: int) -> None:
@@ -302,6 +377,7 @@ def main() -> None:
     puller, bare = Puller(ours), BareSocket()
     try:
         measure_bandwidth(puller, bare, rounds)
+        measure_checksums(puller, rounds)
         measure_hand_off(puller, bare, rounds)
         measure_end_to_end(bare, rounds)
         measure_tokens(puller, bare, rounds)

@@ -2,13 +2,14 @@
 
 A request is one ZMQ frame holding a ``ControlRequest``; its reply is one frame holding a ``ControlReply`` with the
 same id. ``Hello`` is decoded in two phases: version and compat hash first, the body only if both are equal, so that a
-mismatch is a refusal that names the field and never a decode error.
+mismatch is a refusal that names the field and never a decode error. Of two hashes that differ, the fields are compared.
 """
 
 from typing import Literal
 
 import msgspec
 
+from kvferry_wire.hashing import CompatFields
 from kvferry_wire.layout import LayoutDescriptor
 
 LeaseAnswer = Literal["held", "expired", "unknown"]
@@ -37,6 +38,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     protocol_version: int
     compat_hash: str
+    compat: bytes = b""  # msgpack of CompatFields, decoded only where the versions are equal and the hashes are not
     body: bytes  # msgpack of HelloBody
 
 
@@ -92,4 +94,5 @@ class ControlReply(msgspec.Struct, frozen=True, kw_only=True):
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(ControlRequest).decode
 decode_reply = msgspec.msgpack.Decoder(ControlReply).decode
+decode_compat = msgspec.msgpack.Decoder(CompatFields).decode
 decode_hello_body = msgspec.msgpack.Decoder(HelloBody).decode

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from kvferry_wire.hashing import CompatFields
 from kvferry_wire.keys import mac, mac_equal
 from kvferry_wire.layout import LayoutDescriptor
 
@@ -22,6 +23,7 @@ class KVHandle(msgspec.Struct, frozen=True, kw_only=True):
     block_count: int  # of each group, in the lease's own order
     token_count: int  # positions whose K and V are in the blocks; the first sampled token has none yet
     compat_hash: str
+    compat: CompatFields | None = None  # what the hash is of: so that a refusal can name the field
     layout: LayoutDescriptor
     lease_ms: int  # a duration; no wall-clock time crosses hosts
     checksum: str = ""  # the method of `checksums`; empty: none are given

@@ -74,3 +74,15 @@ class CompatFields(msgspec.Struct, frozen=True, kw_only=True):
             field(6, self.hash_key_id.encode()),
         ]
         return hashlib.sha256(b"".join(parts)).hexdigest()
+
+    def first_difference(self, other: "CompatFields") -> tuple[str, str, str] | None:
+        """The first differing field as (name, ours, theirs), or ``None`` when all are equal."""
+        for name in self.__struct_fields__:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return name, _shown(ours), _shown(theirs)
+        return None
+
+
+def _shown(value: object) -> str:
+    return "; ".join(value) if isinstance(value, tuple) else str(value)

@@ -4,11 +4,22 @@ import msgspec
 
 from kvferry_wire.control import HelloBody, LeaseRef
 from kvferry_wire.handle import KVHandle
+from kvferry_wire.hashing import CompatFields
 from kvferry_wire.layout import BLOCK_ORDER, KVGroup, LayoutDescriptor
 
 KV_KEY = b"k" * 32
 GROUP = KVGroup(name="full", layers=2, kv_heads=1, head_dim=4, dtype="float32")
 LAYOUT = LayoutDescriptor(block_size=16, tensor_parallel=1, order=BLOCK_ORDER, groups=(GROUP,))
+
+
+COMPAT = CompatFields(
+    protocol_version=3,
+    model_digest="m" * 64,
+    dtype="float32",
+    kv_dtype="float32",
+    kv_groups=(GROUP.describe(),),
+    hash_key_id="k" * 16,
+)
 
 
 def make_handle(**changes: object) -> KVHandle:
@@ -23,6 +34,7 @@ def make_handle(**changes: object) -> KVHandle:
         block_count=2,
         token_count=20,
         compat_hash="c" * 64,
+        compat=COMPAT,
         layout=LAYOUT,
         lease_ms=15_000,
         checksum="xxh3-64",

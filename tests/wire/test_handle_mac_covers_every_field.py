@@ -5,7 +5,7 @@ import pytest
 
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.keys import ServiceKeys, curve_secret, derive, mac
-from tests.wire.builders import GROUP, KV_KEY, LAYOUT, make_handle
+from tests.wire.builders import COMPAT, GROUP, KV_KEY, LAYOUT, make_handle
 
 CHANGES: dict[str, list[object]] = {
     "lease_id": [0, 8, -7, 2**63 - 1],
@@ -18,6 +18,7 @@ CHANGES: dict[str, list[object]] = {
     "block_count": [0, 1, 3],
     "token_count": [19, 21],
     "compat_hash": ["", "C" * 64],
+    "compat": [None, msgspec.structs.replace(COMPAT, model_digest="n")],
     "layout": [
         msgspec.structs.replace(LAYOUT, block_size=8),
         msgspec.structs.replace(LAYOUT, tensor_parallel=2),

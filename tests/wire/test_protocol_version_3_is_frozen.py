@@ -5,7 +5,7 @@ import pytest
 from kvferry_wire import PROTOCOL_VERSION, control, data, state
 from kvferry_wire.canonical import KeyExtras
 from kvferry_wire.frames import Alive, Begun, End, Fail, FrameDecoder, Handoff, Prefilled, Tokens, encode_frame
-from tests.wire.builders import KV_KEY, make_handle, make_hello_body, make_ref
+from tests.wire.builders import COMPAT, KV_KEY, make_handle, make_hello_body, make_ref
 from tests.wire.golden import GOLDEN
 
 MESSAGES = {
@@ -20,7 +20,12 @@ MESSAGES = {
         control.ControlRequest(
             reader=b"r",
             id=1,
-            body=control.Hello(protocol_version=1, compat_hash="c", body=control.encode(make_hello_body())),
+            body=control.Hello(
+                protocol_version=3,
+                compat_hash="c",
+                compat=control.encode(COMPAT),
+                body=control.encode(make_hello_body()),
+            ),
         )
     ),
     "control renew": control.encode(

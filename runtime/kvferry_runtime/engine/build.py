@@ -30,6 +30,7 @@ class BuiltEngine:
     runner: ModelRunner
     memory: KVMemory
     ready: Ready
+    compat: CompatFields  # what its hash is of
 
 
 def build_engine(config: EngineConfig) -> BuiltEngine:
@@ -102,7 +103,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         reasons=(*loaded.reasons, *size.reasons, f"{budget} tokens a step: {budget_why}"),
         load_s=time.monotonic() - started,
     )
-    return BuiltEngine(core=core, runner=ModelRunner(loaded.model, memory), memory=memory, ready=ready)
+    return BuiltEngine(core=core, runner=ModelRunner(loaded.model, memory), memory=memory, ready=ready, compat=compat)
 
 
 def _attention_backends(loaded: LoadedModel) -> dict[str, str]:

@@ -28,6 +28,7 @@ from kvferry_service import logs
 from kvferry_service.exits import port_taken
 from kvferry_service.key_files import secret_strings
 from kvferry_service.parent import die_with_parent
+from kvferry_wire.hashing import CompatFields
 
 _CONFIG_BYTES = 1 << 20
 _GRACE_S = 2.0
@@ -120,7 +121,10 @@ class EngineProcess:
         keys = config.keys
         if keys is not None and keys.kv is not None:
             self._transfer = TransferService(
-                config=_transfer_config(config, ready), keys=keys, memory=built.memory, post=self._link.post
+                config=_transfer_config(config, ready, built.compat),
+                keys=keys,
+                memory=built.memory,
+                post=self._link.post,
             )
             ports = self._transfer.start()
             self._publisher = StatePublisher(self._context, config.host, config.state_port, keys.state, config.limits)
@@ -154,11 +158,12 @@ def _wait_for_removal(folder: Path) -> None:
         time.sleep(0.005)
 
 
-def _transfer_config(config: EngineConfig, ready: Ready) -> TransferConfig:
+def _transfer_config(config: EngineConfig, ready: Ready, compat: CompatFields) -> TransferConfig:
     return TransferConfig(
         incarnation=ready.incarnation,
         epoch=ready.epoch,
         compat_hash=ready.compat_hash,
+        compat=compat,
         layout=ready.layout,
         bind_host=config.host,
         advertised_host=config.advertised_host,

@@ -7,7 +7,7 @@ from kvferry_runtime.core.messages import Submit
 from kvferry_runtime.transfer import checksums
 from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.handle import KVHandle
-from kvferry_wire.hashing import prompt_digest
+from kvferry_wire.hashing import CompatFields, prompt_digest
 from kvferry_wire.layout import LayoutDescriptor
 
 
@@ -26,6 +26,7 @@ def handle_fault(
     kv_key: bytes,
     incarnation: bytes,
     compat_hash: str,
+    compat: CompatFields | None = None,
     layout: LayoutDescriptor,
     backends: frozenset[str],
 ) -> HandleFault | None:
@@ -44,7 +45,9 @@ def handle_fault(
     if not hmac.compare_digest(handle.prompt_digest, digest):
         return HandleFault(RecomputeReason.DIGEST, "prompt_digest")
     if handle.compat_hash != compat_hash:
-        return HandleFault(RecomputeReason.MISMATCH, f"compat_hash: {handle.compat_hash}; ours is {compat_hash}")
+        named = None if compat is None or handle.compat is None else compat.first_difference(handle.compat)
+        name, ours, theirs = named or ("compat_hash", compat_hash, handle.compat_hash)
+        return HandleFault(RecomputeReason.MISMATCH, f"{name}: {theirs}; ours is {ours}")
     difference = layout.first_difference(handle.layout)
     if difference is not None:
         name, ours, theirs = difference

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvferry_wire.hashing import CompatFields
 from kvferry_wire.layout import LayoutDescriptor
 from kvferry_wire.limits import DEFAULT_LIMITS, Limits
 
@@ -14,6 +15,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: bytes  # 16 random bytes, drawn at this start
     epoch: int
     compat_hash: str
+    compat: CompatFields | None = None  # what the hash is of
     layout: LayoutDescriptor
     bind_host: str = "127.0.0.1"
     advertised_host: str = ""  # what handles name; the bind host if empty

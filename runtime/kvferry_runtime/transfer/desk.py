@@ -119,6 +119,6 @@ class LeaseDesk:
 
     def _tell(self) -> None:
         with self._lock:
-            news = [*self._table.take_taken(), *self._table.take_ended()]
+            news: list[LeaseTaken | LeaseEnded] = [*self._table.take_taken(), *self._table.take_ended()]
         for each in news:
             self._post(each)

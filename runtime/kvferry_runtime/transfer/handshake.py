@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry_wire.control import Answers, Hello, HelloBody, Refuse, Welcome, decode_hello_body, encode
+from kvferry_wire.control import Answers, Hello, HelloBody, Refuse, Welcome, decode_compat, decode_hello_body, encode
+from kvferry_wire.hashing import CompatFields
 from kvferry_wire.limits import Limits
 
 
@@ -21,10 +22,16 @@ class OwnSide:
     protocol_version: int
     compat_hash: str
     body: HelloBody
+    compat: CompatFields | None = None  # what the hash is of
 
     def hello(self) -> Hello:
         """The first message to a peer."""
-        return Hello(protocol_version=self.protocol_version, compat_hash=self.compat_hash, body=encode(self.body))
+        return Hello(
+            protocol_version=self.protocol_version,
+            compat_hash=self.compat_hash,
+            compat=b"" if self.compat is None else encode(self.compat),
+            body=encode(self.body),
+        )
 
 
 def answer_hello(hello: Hello, own: OwnSide) -> Welcome | Refuse:
@@ -32,7 +39,7 @@ def answer_hello(hello: Hello, own: OwnSide) -> Welcome | Refuse:
     if hello.protocol_version != own.protocol_version:
         return Refuse(field="protocol_version", ours=str(own.protocol_version), theirs=str(hello.protocol_version))
     if hello.compat_hash != own.compat_hash:
-        return Refuse(field="compat_hash", ours=own.compat_hash, theirs=hello.compat_hash)
+        return _compat_refused(hello, own)
     try:
         body = decode_hello_body(hello.body)
     except msgspec.DecodeError as error:
@@ -67,6 +74,18 @@ def judge_reply(reply: Welcome | Refuse | Answers, own: OwnSide, incarnation: by
         name, ours, theirs = difference
         return Refuse(field=f"layout.{name}", ours=ours, theirs=theirs)
     return body
+
+
+def _compat_refused(hello: Hello, own: OwnSide) -> Refuse:
+    """By the field that differs, if both sides say what their hashes are of."""
+    difference = None
+    if own.compat is not None and hello.compat:
+        try:
+            difference = own.compat.first_difference(decode_compat(hello.compat))
+        except msgspec.DecodeError as error:
+            return Refuse(field="compat", ours="CompatFields", theirs=str(error))
+    name, ours, theirs = difference or ("compat_hash", own.compat_hash, hello.compat_hash)
+    return Refuse(field=name, ours=ours, theirs=theirs)
 
 
 INCARNATION = "incarnation"

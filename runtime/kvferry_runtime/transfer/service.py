@@ -174,6 +174,7 @@ class TransferService:
             block_count=len(grant.blocks[0]),
             token_count=grant.token_count,
             compat_hash=config.compat_hash,
+            compat=config.compat,
             layout=config.layout,
             lease_ms=round(config.limits.lease_s * 1000),
             checksum=checksums.METHOD if config.checksums else "",
@@ -210,6 +211,7 @@ class TransferService:
             kv_key=self._kv_key,
             incarnation=self._config.incarnation,
             compat_hash=self._config.compat_hash,
+            compat=self._config.compat,
             layout=self._config.layout,
             backends=frozenset(self._backends),
         )
@@ -309,7 +311,7 @@ class TransferService:
             layout=self._config.layout,
             backends={name: backend.describe() for name, backend in self._backends.items()},
         )
-        return OwnSide(PROTOCOL_VERSION, self._config.compat_hash, body)
+        return OwnSide(PROTOCOL_VERSION, self._config.compat_hash, body, self._config.compat)
 
     def _wake(self) -> None:
         if self._reader is not None:

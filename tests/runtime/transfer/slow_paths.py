@@ -23,7 +23,8 @@ class Proxy:
     """Forwards connections to a port of 127.0.0.1; bytes toward the client pass `rate` per second.
 
     `cut` ends all connections and refuses new ones; `hold_after` bytes toward the client the rest is kept back.
-    One bit of the byte `flip_at` toward the client is changed, on each connection.
+    One bit of the byte `flip_at` toward the client is changed, on each connection. While `deaf`, what clients send is
+    kept and not passed on, as by a link that loses all packets of one direction.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._cut = False
         self._closed = False
+        self.deaf = False
         self._start(self._accept)
 
     def __enter__(self) -> "Proxy":
@@ -80,11 +82,17 @@ class Proxy:
                 continue
             server = socket.create_connection(("127.0.0.1", self._target))
             self._sockets += [client, server]
-            self._start(self._forward, client, server, float("inf"), float("inf"), None)
-            self._start(self._forward, server, client, self._rate, self._hold_after, self._flip_at)
+            self._start(self._forward, client, server, float("inf"), float("inf"), None, True)
+            self._start(self._forward, server, client, self._rate, self._hold_after, self._flip_at, False)
 
     def _forward(
-        self, source: socket.socket, target: socket.socket, rate: float, hold_after: float, flip_at: int | None
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        rate: float,
+        hold_after: float,
+        flip_at: int | None,
+        upward: bool,
     ) -> None:
         passed = 0
         size = 65536 if rate == float("inf") else max(1, int(rate / 20))
@@ -95,6 +103,8 @@ class Proxy:
                     data = bytearray(data)
                     data[flip_at - passed] ^= 1 << flip_at % 8
                 passed += len(data)
+                while self.deaf and upward and not self._closed:
+                    time.sleep(0.01)
                 target.sendall(data)
                 if rate != float("inf"):
                     time.sleep(len(data) / rate)

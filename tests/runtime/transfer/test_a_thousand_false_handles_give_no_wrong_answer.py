@@ -20,7 +20,7 @@ from kvferry_runtime.transfer.backends.tcp import TcpDescriptor
 from kvferry_wire.canonical import KeyExtras
 from kvferry_wire.data import encode
 from kvferry_wire.handle import KVHandle
-from kvferry_wire.hashing import prompt_digest
+from kvferry_wire.hashing import CompatFields, prompt_digest
 from tests.runtime.transfer.builders import (
     FULL,
     KV_KEY,
@@ -128,6 +128,9 @@ def forged(ferry: Ferry) -> None:
         "block_count": lambda: rng.randrange(4, 99),
         "token_count": lambda: rng.randrange(1, 30),
         "compat_hash": lambda: rng.randbytes(8).hex(),
+        "compat": lambda: CompatFields(
+            protocol_version=3, model_digest="m", dtype="d", kv_dtype="k", kv_groups=(), hash_key_id="x"
+        ),
         "layout": lambda: msgspec.structs.replace(lent.handle.layout, block_size=rng.choice((1, 8, 32))),
         "lease_ms": lambda: rng.randrange(10**9),
         "checksum": lambda: rng.choice(("", "crc32")),

@@ -9,6 +9,7 @@ from kvferry_runtime.core.messages import PullFinished
 from kvferry_runtime.transfer.backends.tcp import TcpDescriptor
 from kvferry_wire.data import encode
 from kvferry_wire.handle import KVHandle
+from kvferry_wire.hashing import CompatFields
 from tests.runtime.transfer.builders import (
     KV_KEY,
     Engine,
@@ -31,6 +32,12 @@ def pair() -> Iterator[tuple[Engine, Engine]]:
         yield owner, reader
 
 
+def make_compat(model: str) -> CompatFields:
+    return CompatFields(
+        protocol_version=3, model_digest=model, dtype="float32", kv_dtype="float32", kv_groups=("g",), hash_key_id="k"
+    )
+
+
 RAW = {
     "lease_id": 2,
     "incarnation": b"z" * 16,
@@ -42,6 +49,7 @@ RAW = {
     "block_count": 4,
     "token_count": 47,
     "compat_hash": "other",
+    "compat": make_compat("other"),
     "lease_ms": 10**9,
     "checksum": "",
     "checksums": (b"x",),

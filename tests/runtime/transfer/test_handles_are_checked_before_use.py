@@ -8,7 +8,7 @@ from kvferry_runtime.transfer.checksums import METHOD
 from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.canonical import KeyExtras
 from kvferry_wire.handle import KVHandle
-from kvferry_wire.hashing import prompt_digest
+from kvferry_wire.hashing import CompatFields, prompt_digest
 from kvferry_wire.layout import BLOCK_ORDER, LayoutDescriptor
 from tests.runtime.transfer.builders import FULL, KV_KEY, OWNER, READER, SLIDING, make_submit
 
@@ -89,6 +89,26 @@ def test_a_wrong_handle_is_refused_with_its_reason(handle: KVHandle, reason: Rec
     fault = fault_of(handle)
     assert fault is not None and fault.reason is reason
     assert not any(str(token) in fault.detail for token in PROMPT)
+
+
+def test_a_handle_of_another_model_is_refused_by_the_field_that_differs() -> None:
+    """The log says what an operator can compare, not two hashes."""
+    ours = CompatFields(
+        protocol_version=3, model_digest="m", dtype="float32", kv_dtype="float32", kv_groups=("g",), hash_key_id="k"
+    )
+    theirs = msgspec.structs.replace(ours, model_digest="another")
+    handle = make_handle(compat_hash=theirs.compat_hash(), compat=theirs)
+    fault = handle_fault(
+        make_submit(PROMPT, handle),
+        handle,
+        kv_key=KV_KEY,
+        incarnation=READER,
+        compat_hash=ours.compat_hash(),
+        compat=ours,
+        layout=LAYOUT,
+        backends=frozenset({"tcp"}),
+    )
+    assert fault == HandleFault(RecomputeReason.MISMATCH, "model_digest: another; ours is m")
 
 
 OTHER_REQUESTS = {

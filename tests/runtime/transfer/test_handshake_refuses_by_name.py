@@ -15,6 +15,7 @@ from kvferry_runtime.transfer.handshake import (
     judge_reply,
 )
 from kvferry_wire.control import Answers, HelloBody, Refuse, Welcome
+from kvferry_wire.hashing import CompatFields
 from kvferry_wire.layout import BLOCK_ORDER, LayoutDescriptor
 from kvferry_wire.limits import Limits
 from tests.runtime.transfer.builders import FULL, OWNER, READER, SLIDING
@@ -22,19 +23,37 @@ from tests.runtime.transfer.builders import FULL, OWNER, READER, SLIDING
 LAYOUT = LayoutDescriptor(block_size=16, tensor_parallel=1, order=BLOCK_ORDER, groups=(FULL,))
 
 
+COMPAT = CompatFields(
+    protocol_version=1, model_digest="m", dtype="float32", kv_dtype="float32", kv_groups=("g",), hash_key_id="k"
+)
+
+
 def make_side(incarnation: bytes = OWNER, **changes: object) -> OwnSide:
     body = HelloBody(incarnation=incarnation, epoch=1, layout=LAYOUT, backends={"tcp": b"p"})
-    side_changes = {name: changes.pop(name) for name in ("protocol_version", "compat_hash") if name in changes}
+    side_changes = {
+        name: changes.pop(name) for name in ("protocol_version", "compat_hash", "compat") if name in changes
+    }
     backends = changes.pop("backends", None)
     if backends is not None:
         body = msgspec.structs.replace(body, backends=backends)
     body = msgspec.structs.replace(body, layout=msgspec.structs.replace(LAYOUT, **changes))
-    return OwnSide(**{"protocol_version": 1, "compat_hash": "c", "body": body, **side_changes})
+    return OwnSide(**{"protocol_version": 1, "compat_hash": "c", "body": body, "compat": COMPAT, **side_changes})
+
+
+def other_model(**changes: object) -> dict[str, object]:
+    compat = msgspec.structs.replace(COMPAT, **changes)
+    return {"compat_hash": compat.compat_hash(), "compat": compat}
 
 
 MISMATCHES = {
     "protocol_version": {"protocol_version": 2},
-    "compat_hash": {"compat_hash": "d"},
+    "compat_hash": {"compat_hash": "d", "compat": None},
+    # Model digest: config, tokenizer and weights; hash key: the salt's seed.
+    "model_digest": other_model(model_digest="another model or tokenizer"),
+    "dtype": other_model(dtype="bfloat16"),
+    "kv_dtype": other_model(kv_dtype="bfloat16"),
+    "kv_groups": other_model(kv_groups=("g", "h")),
+    "hash_key_id": other_model(hash_key_id="another"),
     "layout.block_size": {"block_size": 32},
     "layout.tensor_parallel": {"tensor_parallel": 2},
     "layout.order": {"order": "layer,block"},
@@ -69,6 +88,13 @@ def test_the_body_is_not_decoded_before_version_and_hash_are_equal() -> None:
     assert answer_hello(hello, make_side()).field == "protocol_version"
     garbled = msgspec.structs.replace(make_side(READER).hello(), body=b"\xc1 not msgpack")
     assert answer_hello(garbled, make_side()).field == "body"
+
+
+def test_what_is_no_list_of_fields_is_refused_too() -> None:
+    """The fields are compared only for their names: garbage in their place opens nothing."""
+    garbled = msgspec.structs.replace(make_side(READER, compat_hash="d").hello(), compat=b"\xc1 not msgpack")
+    refusal = answer_hello(garbled, make_side())
+    assert isinstance(refusal, Refuse) and refusal.field == "compat"
 
 
 def test_another_incarnation_at_the_address_is_refused() -> None:

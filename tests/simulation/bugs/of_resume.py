@@ -177,7 +177,7 @@ def stopping_router_ends_its_streams_in_done() -> Iterator[None]:
         yield
 
 
-@bug("dying", "usage")
+@bug("dying", "usage", "wrong_token")
 def emitted_tokens_are_counted_twice() -> Iterator[None]:
     """The last pod counts what it was given on top of what it made, and nobody compares."""
 
