@@ -26,6 +26,26 @@ if [ -n "${RELEASE:-}" ]; then
 fi
 
 arguments=(--build-arg "VERSION=$VERSION" --build-arg "REVISION=$REVISION" --build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH")
+# One base for all stages and targets, though the tag moves meanwhile; and said, so that it can be had again.
+BASE=${BASE:-$(sed -n 's/^ARG BASE=//p' images/Dockerfile)}
+BASE_NAME=${BASE%@*}
+case $BASE in
+  *@sha256:*) ;;
+  *)
+    { [ -z "${OFFLINE:-}" ] && docker pull --quiet "$BASE" >/dev/null 2>&1; } || docker image inspect "$BASE" >/dev/null 2>&1 ||
+      die "BASE=$BASE cannot be pulled and is not here; accepted: an image of Debian 12 with Python 3.11, by tag or digest"
+    digest=$(docker image inspect --format '{{range .RepoDigests}}{{.}} {{end}}' "$BASE" | grep -o 'sha256:[0-9a-f]*' | head -1) || true
+    if [ -n "$digest" ]; then
+      BASE=$BASE_NAME@$digest
+      echo "images/build.sh: on BASE=$BASE" >&2
+    else
+      echo "images/build.sh: on BASE=$BASE of this machine alone, which has no digest" >&2
+    fi
+    ;;
+esac
+BASE_DIGEST=
+case $BASE in *@*) BASE_DIGEST=${BASE#*@} ;; esac
+arguments+=(--build-arg "BASE_NAME=$BASE_NAME" --build-arg "BASE_DIGEST=$BASE_DIGEST")
 for name in BASE TORCH TORCH_INDEX TORCH_SHA256 PIP_INDEX_URL; do
   [ -z "${!name:-}" ] || arguments+=(--build-arg "$name=${!name}")
 done

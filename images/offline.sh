@@ -18,6 +18,11 @@ TORCH=${TORCH:-cpu}
 say() { echo "images/offline.sh: $*" >&2; }
 
 [ $# -gt 0 ] || set -- operator router runtime
+case "$TORCH${TORCH_INDEX:-} $* " in "cpu "*" runtime "*)
+  say "TORCH=cpu takes torch from TORCH_INDEX, and the package index has no build of it without CUDA for x86-64;"
+  say "accepted: TORCH_INDEX=URL of an index that the build reaches, TORCH=cuda, or TARGETS=\"operator router\""
+  exit 1 ;;
+esac
 if [ -z "${KVFERRY_IN_DOCKER:-}" ]; then
   e2e/cluster/docker.sh up >/dev/null
   KVFERRY_IN_DOCKER=1 exec e2e/cluster/docker.sh in images/offline.sh "$@"
@@ -69,5 +74,5 @@ for _ in $(seq 50); do
 done
 # The builder of old needs no plugin, and runs containers as this Docker does.
 export BASE TORCH PIP_INDEX_URL=http://127.0.0.1:$PORT/simple TORCH_INDEX=${TORCH_INDEX:-http://127.0.0.1:$PORT/simple}
-export DOCKER_BUILDKIT=0 DOCKER_BUILD_ARGS="--network host ${DOCKER_BUILD_ARGS:-}"
+export OFFLINE=1 DOCKER_BUILDKIT=0 DOCKER_BUILD_ARGS="--network host ${DOCKER_BUILD_ARGS:-}"
 images/build.sh "$@"

@@ -214,6 +214,103 @@ def test_what_cannot_be_built_is_refused_first(environment: dict[str, str], argu
     assert said in done.stderr
 
 
+DIGEST = "sha256:" + "ab" * 32
+# Stands for Docker: writes down what it is asked, and knows one image.
+FAKE_DOCKER = """#!/bin/sh
+echo "$*" >>"$ASKED"
+case "$1 $2" in
+  "pull "*) exit "${PULLS:-0}" ;;
+  "image inspect") case "$*" in *RepoDigests*) echo "${DIGESTS:-}" ;; esac; exit "${INSPECTS:-0}" ;;
+esac
+"""
+
+
+def build(tmp_path: Path, *targets: str, **environment: str) -> tuple[int, str, list[str]]:
+    """Run the build script before a Docker that only listens: status, what was said, what Docker was asked."""
+    (tmp_path / "docker").write_text(FAKE_DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    asked = tmp_path / "asked"
+    asked.touch()
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ASKED": str(asked), "SOURCE_DATE_EPOCH": "1767225600", **environment}
+    command = ["bash", str(FOLDER / "build.sh"), *targets]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, done.stderr, asked.read_text().splitlines()
+
+
+def test_a_tag_is_resolved_once_for_all_images(tmp_path: Path) -> None:
+    """Every target is built on the digest that the tag has now; it is said, and stands in the images' labels."""
+    status, said, asked = build(tmp_path, "operator", "router", DIGESTS=f"python@{DIGEST}")
+    assert status == 0, said
+    assert f"on BASE=python:3.11-slim-bookworm@{DIGEST}" in said
+    builds = [line for line in asked if line.startswith("build ")]
+    assert len(builds) == 2
+    for line in builds:
+        assert f"--build-arg BASE=python:3.11-slim-bookworm@{DIGEST} " in line + " "
+        assert f"--build-arg BASE_DIGEST={DIGEST} " in line + " "
+    labels = " ".join(one.text for one in instructions() if one.name == "LABEL")
+    assert 'image.base.digest="${BASE_DIGEST}"' in labels
+    assert 'image.base.name="${BASE_NAME}"' in labels
+
+
+def test_a_base_by_digest_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Nothing is asked for beforehand."""
+    status, said, asked = build(tmp_path, "router", BASE=f"mirror.example/python:3.11@{DIGEST}")
+    assert status == 0, said
+    assert [line.split()[0] for line in asked] == ["build", "image"]
+    assert f"--build-arg BASE_NAME=mirror.example/python:3.11 --build-arg BASE_DIGEST={DIGEST}" in asked[0]
+
+
+def test_a_base_of_this_machine_alone_is_named_so(tmp_path: Path) -> None:
+    """Where nothing can be pulled, an image that is here will do, and it is said that it has no digest."""
+    status, said, asked = build(tmp_path, "router", BASE="mine", PULLS="1")
+    assert status == 0, said
+    assert "on BASE=mine of this machine alone, which has no digest" in said
+    assert any("--build-arg BASE=mine " in line for line in asked)
+
+
+def test_a_build_without_a_network_pulls_nothing(tmp_path: Path) -> None:
+    """The base is the one that is here."""
+    status, said, asked = build(tmp_path, "router", BASE="mine", OFFLINE="1")
+    assert status == 0, said
+    assert not [line for line in asked if line.startswith("pull")]
+
+
+def test_a_base_that_is_nowhere_is_told_with_what_is_accepted(tmp_path: Path) -> None:
+    """Before any stage is built."""
+    status, said, asked = build(tmp_path, "router", BASE="none:1", PULLS="1", INSPECTS="1")
+    assert status == 1
+    assert "BASE=none:1 cannot be pulled and is not here; accepted: an image of Debian 12 with Python 3.11" in said
+    assert not [line for line in asked if line.startswith("build")]
+
+
+def test_torch_without_cuda_is_not_promised_where_it_cannot_be_had() -> None:
+    """Told before anything is fetched, with the arguments that help."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": "/nowhere"}
+    command = ["bash", str(FOLDER / "offline.sh")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    for word in ("TORCH=cpu", "TORCH_INDEX=URL", "TORCH=cuda", 'TARGETS="operator router"'):
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "accepted"),
+    [
+        ("cuda: Optional[str] = None", True),
+        ("cuda: str | None = None", True),
+        ("cuda = None", True),
+        ("cuda: Optional[str] = '12.8'", False),
+        ("cudart = None", False),
+    ],
+)
+def test_a_torch_for_cuda_is_not_taken_for_one_without(tmp_path: Path, line: str, accepted: bool) -> None:
+    """An index may have only builds for CUDA, which would install without their parts and fail in the first pod."""
+    (pattern,) = re.findall(r"grep -q '(\^cuda.*)' ", (FOLDER / "install.sh").read_text())
+    file = tmp_path / "version.py"
+    file.write_text(f"__version__ = '2'\n{line}\nhip: Optional[str] = None\n")
+    assert (subprocess.run(["grep", "-q", pattern, str(file)], timeout=10, check=False).returncode == 0) == accepted
+
+
 STATUS = """Package: libc6
 Status: install ok installed
 Architecture: amd64
