@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.chaos import report
 from tests.chaos.namespaces import sweep, why_not
-from tests.chaos.stages import STAGES, run_judged
+from tests.chaos.stages import STAGES, included, run_judged
 
 SKIPPED = 3
 
@@ -32,7 +32,7 @@ def main() -> int:
     command = f"make chaos SEED={seed} SECONDS={arguments.seconds:g}"
     print(f"seed {seed}; report and logs in {out}", flush=True)
     begun = time.monotonic()
-    names = list(STAGES) if arguments.stage is None else [arguments.stage]
+    names = included(arguments.seconds) if arguments.stage is None else [arguments.stage]
     judged = [run_judged(name, seed, arguments.seconds, out / name, lambda line: _say(begun, line)) for name in names]
     (out / "report.json").write_bytes(report.as_json(judged, command))
     text = report.as_text(judged, command)

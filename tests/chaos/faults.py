@@ -36,7 +36,7 @@ class Plant(Protocol):
         """Start a pod that has ended, at the address it had."""
 
     async def pause(self, pod: str, part: Part) -> tuple[int, ...]:
-        """SIGSTOP of the engine alone, or of the whole pod. Returns what ``resume`` needs; empty: nothing to stop."""
+        """SIGSTOP of the engine alone if it serves, or of the whole pod. Returns what ``resume`` needs, or nothing."""
 
     async def resume(self, paused: tuple[int, ...]) -> None:
         """SIGCONT of what was paused and is still there."""

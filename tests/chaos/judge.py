@@ -10,13 +10,14 @@ import msgspec
 
 from tests.chaos.asked import Record
 from tests.chaos.faults import Applied
-from tests.chaos.schedule import OF_TRANSFERS, Kind
+from tests.chaos.schedule import LONG_WEDGE_S, OF_TRANSFERS, Kind
 from tests.chaos.service import Death, Held, Memory, RouterHeld
 from tests.chaos.wire import Hit
 
 NEAR_S = 2.0  # between an event and its note
 AFTERMATH_S = 40.0  # in which a restarted pod may still be starting, and a wedged engine be killed by its server
 LATE_S = 15.0  # over the service's deadline: a busy machine, a router that was paused
+LOSSY_SUCCESS = {0.05: 1.0, 0.2: 0.99}  # share of packets lost -> share of requests answered whole, at least
 SLOPE_BAR = 1.0  # percent of resident memory a minute
 SLOPE_LIFE_S = 150.0  # a shorter life says nothing
 SLOPE_WARM_S = 45.0  # first requests, caches and pools
@@ -73,7 +74,8 @@ def findings(seen: Evidence, least: Least, *, judge_memory: bool) -> list[str]:
     Args:
         judge_memory: whether the slope of memory is held against its bar; it takes minutes to mean something.
     """
-    found = [*_wrong(seen), *_ends(seen), *_restarts(seen), *_rest(seen), *_calm(seen), *_work(seen, least)]
+    found = [*_wrong(seen), *_ends(seen), *_restarts(seen), *_rest(seen), *_calm(seen), *_lossy(seen)]
+    found += _work(seen, least)
     if judge_memory:
         found += [
             f"memory of {slope.pod} {slope.part} grows by {slope.percent_per_min:.2f} % a minute"
@@ -128,7 +130,20 @@ def _restarts(seen: Evidence) -> Iterator[str]:
             yield f"{death.pod} {death.part} ended by itself (status {death.status}) {_at(seen, death.at)}"
         elif death.asked and death.part == "server" and death.status and not _harmed(seen, death):
             yield f"{death.pod} was asked to end and did so with status {death.status} {_at(seen, death.at)}"
+    for applied in seen.applied:
+        if _outlasts_patience(applied) and not any(_answers(death, applied) for death in seen.deaths):
+            yield f"the engine of {applied.fault.targets[0]}, wedged {_at(seen, applied.at)}, was never replaced"
     yield from _shown("logged", list(seen.tracebacks))
+
+
+def _outlasts_patience(applied: Applied) -> bool:
+    """Whether an engine stood still for longer than its server may watch it."""
+    wedged = applied.fault.kind is Kind.WEDGE_ENGINE and applied.hit
+    return wedged and applied.healed_at - applied.at >= LONG_WEDGE_S - NEAR_S
+
+
+def _answers(death: Death, applied: Applied) -> bool:
+    return death.pod in applied.fault.targets and applied.at <= death.at <= applied.healed_at + NEAR_S
 
 
 def _explains(applied: Applied, death: Death) -> bool:
@@ -178,6 +193,21 @@ def _calm(seen: Evidence) -> Iterator[str]:
     yield from _shown("failed although all was well", failed)
     if not calm:
         yield "nothing was asked after the faults"
+
+
+def _lossy(seen: Evidence) -> Iterator[str]:
+    """Lost packets alone cost next to no answer, and a few of them no lease before its time."""
+    if any(each.fault.kind is not Kind.LOSS for each in seen.applied):
+        return
+    for applied in seen.applied:
+        share = applied.fault.value
+        asked = [each for each in seen.records if applied.at <= each.begun <= applied.healed_at]
+        whole = sum(each.whole for each in asked)
+        if not asked or whole / len(asked) < LOSSY_SUCCESS[share]:
+            yield f"at {share:.0%} loss {whole} of {len(asked)} requests were answered whole"
+        expired = [_name(each) for each in asked if each.recomputed == "lease_expired"]
+        if share == min(LOSSY_SUCCESS):
+            yield from _shown(f"at {share:.0%} loss a lease expired", expired)
 
 
 def _work(seen: Evidence, least: Least) -> Iterator[str]:

@@ -15,6 +15,7 @@ GAP_S = (1.0, 3.6)  # between the beginnings of two faults
 LEAST_S = 2.0  # from the last beginning to the end of the faults
 RECOVERY_S = 10.0  # that a pod is given before it is taken away again, where another of its role can be taken
 SPARING_FROM_S = 120.0  # of faults, from which on the second half spares pods
+ALL_GONE_S = 60.0  # between two kills of every decode pod
 LONG_WEDGE_S = 24.0  # longer than a pod's patience with its engine (`limits.engine_kill_s`)
 
 
@@ -114,12 +115,22 @@ def make_schedule(
     return tuple(_Dealer(seed, seconds, topology, tuple(kinds)).deal(gap_s))
 
 
+def losses(seconds: float) -> tuple[Fault, ...]:
+    """Nothing but lost packets: a small share on every link, then a large one."""
+    half = seconds / 2
+    return tuple(
+        Fault(number=number, kind=Kind.LOSS, at=number * half, until=(number + 1) * half, targets=(), value=share)
+        for number, share in enumerate(LOSSES)
+    )
+
+
 class _Dealer:
     def __init__(self, seed: int, seconds: float, topology: Topology, kinds: tuple[Kind, ...]) -> None:
         self._source = random.Random(f"chaos/{seed}")
         self._seconds, self._topology, self._kinds = seconds, topology, kinds
         self._back: dict[str, float] = {}  # pod -> when it can be taken away again
         self._losses = 0
+        self._all_gone = -ALL_GONE_S
         roles = (topology.prefill, topology.decode, topology.routers)
         self._spared = {self._source.choice(role) for role in roles if len(role) > 1}
 
@@ -132,10 +143,16 @@ class _Dealer:
                 deck = list(self._kinds)
                 self._source.shuffle(deck)
             kind = deck.pop()
-            if not (kind is Kind.KILL_DECODES and self._sparing(at)):
+            if kind is not Kind.KILL_DECODES or self._may_kill_all(at):
                 faults.append(self._draw(len(faults), kind, at))
                 at += self._source.uniform(*gap_s)
         return faults
+
+    def _may_kill_all(self, at: float) -> bool:
+        if self._sparing(at) or at < self._all_gone + ALL_GONE_S:
+            return False
+        self._all_gone = at
+        return True
 
     def _sparing(self, at: float) -> bool:
         return self._seconds >= SPARING_FROM_S and at > self._seconds / 2

@@ -314,6 +314,8 @@ class ChaosService:
     async def pause(self, pod: str, part: Part) -> tuple[int, ...]:
         seat = self._seats[pod]
         self._look(seat)
+        if part == "engine" and not await self._is_ready(pod):
+            return ()  # one that is still loading may do so for long
         pids = (seat.engine,) if part == "engine" else (seat.pid, seat.engine)
         found = tuple(pid for pid in pids if pid is not None)
         for pid in found:
@@ -365,6 +367,13 @@ class ChaosService:
 
     async def info(self, name: str) -> wire_pod.PodInfo:
         return wire_pod.decode_info(await self._get(name, "/internal/v1/info"))
+
+    async def _is_ready(self, pod: str) -> bool:
+        try:
+            await self._get(pod, "/readyz")
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        return True
 
     async def why_not_ready(self) -> str:
         """Empty when every pod is ready and every router uses all of them."""

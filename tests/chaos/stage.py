@@ -60,7 +60,8 @@ async def _run(
         if reason := await until(service.why_not_ready, START_S):
             raise RuntimeError(f"{plan.name}: not ready within {START_S:g} s: {reason}; logs in {folder}")
         say(f"{plan.name}: ready, {plan.clients} clients, {len(schedule)} faults")
-        clients = Clients(network, plan, seed, {name: service.url(name) for name in plan.topology.routers})
+        urls = {name: service.url(name) for name in plan.topology.routers}
+        clients = Clients(network, plan, seed, urls, folder / "records.jsonl")
         async with clients:
             await asyncio.sleep(BEFORE_S)
             begun_at = loop.time()
@@ -119,7 +120,9 @@ def _without_pairs(deaths: list[Death]) -> list[Death]:
 class Clients:
     """The clients' process."""
 
-    def __init__(self, network: Network, plan: Plan, seed: int, urls: dict[str, str]) -> None:
+    def __init__(self, network: Network, plan: Plan, seed: int, urls: dict[str, str], file: Path) -> None:
+        """``file``: where the records are kept, too."""
+        self._file = file
         self._argv = network.inside(CLIENTS, [sys.executable, "-m", "tests.chaos.clients"])
         self._orders = Orders(
             routers=urls,
@@ -149,8 +152,10 @@ class Clients:
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            self.records.append(msgspec.json.decode(line, type=Record))
+        with self._file.open("wb") as kept:
+            while line := await self._process.stdout.readline():
+                kept.write(line)
+                self.records.append(msgspec.json.decode(line, type=Record))
 
     async def finish(self) -> bool:
         """Ask nothing more and read what is under way; returns whether some never came to an end."""

@@ -1,4 +1,4 @@
-"""The stages of a run: the toy model under everything, then SmolLM2 under what a real model is to survive."""
+"""The stages of a run: the toy model under everything, then under lost packets alone, then SmolLM2."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import msgspec
 
 from tests.chaos.judge import Evidence, Least, findings
 from tests.chaos.report import Stage
-from tests.chaos.schedule import GAP_S, Kind, make_schedule
+from tests.chaos.schedule import GAP_S, Fault, Kind, Topology, losses, make_schedule
 from tests.chaos.stage import DEADLINE_S, Plan, fresh, run_stage
 
 AROUND_S = 22.0  # of a stage: start, calm, rest, and judging
@@ -59,13 +59,15 @@ SMOLLM2_KINDS = (
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """How one stage is run and judged."""
 
-    share: float  # of the time for faults
+    share: float  # of the time for faults, relative to those of the other stages
     kinds: tuple[Kind, ...]
     gap_s: tuple[float, float]
     whole_per_s: float  # whole answers that a second of faults has to bring
     pieces: int  # of text that the longest of them has at least
     make: Callable[[], Plan]
     judge: Callable[[Evidence], tuple[Evidence, str]]  # the tokens, where the clients have not; and by what
+    from_s: float = 0.0  # a shorter run leaves this stage out
+    transfers_hit: int = 0  # at least
 
 
 def _toy() -> Plan:
@@ -102,6 +104,17 @@ STAGES: dict[str, Setting] = {
         pieces=40,
         make=_toy,
         judge=_judged_by_clients,
+        transfers_hit=1,
+    ),
+    "loss": Setting(
+        share=0.12,
+        kinds=(Kind.LOSS,),
+        gap_s=(0.0, 0.0),  # its schedule is fixed
+        whole_per_s=1.3,
+        pieces=40,
+        make=_toy,
+        judge=_judged_by_clients,
+        from_s=300.0,
     ),
     "smollm2": Setting(
         share=0.3,
@@ -115,9 +128,22 @@ STAGES: dict[str, Setting] = {
 }
 
 
+def included(seconds: float) -> list[str]:
+    """The stages of a whole run of so many seconds."""
+    return [name for name, setting in STAGES.items() if setting.from_s <= seconds]
+
+
 def fault_seconds(name: str, seconds: float) -> float:
     """How long faults go on in a stage of a whole run of so many seconds."""
-    return max(10.0, (seconds - AROUND_S * len(STAGES)) * STAGES[name].share)
+    names = {*included(seconds), name}
+    share = STAGES[name].share / sum(STAGES[each].share for each in names)
+    return max(10.0, (seconds - AROUND_S * len(names)) * share)
+
+
+def schedule_of(name: str, seed: int, seconds: float, topology: Topology) -> tuple[Fault, ...]:
+    """The faults of a stage in a whole run of so many seconds."""
+    setting, lasts = STAGES[name], fault_seconds(name, seconds)
+    return losses(lasts) if name == "loss" else make_schedule(seed, lasts, topology, setting.kinds, setting.gap_s)
 
 
 def least_work(name: str, seconds: float, scheduled: tuple[Kind, ...]) -> Least:
@@ -127,7 +153,7 @@ def least_work(name: str, seconds: float, scheduled: tuple[Kind, ...]) -> Least:
         whole=int(setting.whole_per_s * seconds),
         faults=int(0.8 * len(scheduled)),
         kinds=frozenset(scheduled),
-        transfers_hit=1 if name == "toy" else 0,
+        transfers_hit=setting.transfers_hit,
         pieces=setting.pieces,
     )
 
@@ -137,7 +163,7 @@ def run_judged(name: str, seed: int, seconds: float, folder: Path, say: Callable
     setting = STAGES[name]
     plan = setting.make()
     lasts = fault_seconds(name, seconds)
-    schedule = make_schedule(seed, lasts, plan.topology, setting.kinds, setting.gap_s)
+    schedule = schedule_of(name, seed, seconds, plan.topology)
     seen = run_stage(plan, schedule, seed, fresh(folder), say)
     seen, checked = setting.judge(seen)
     least = least_work(name, lasts, tuple(fault.kind for fault in schedule))

@@ -6,20 +6,21 @@ import pytest
 
 from tests.chaos.faults import rules_of
 from tests.chaos.namespaces import LinkRule
-from tests.chaos.schedule import ENDING, LEAST_S, Fault, Kind, Topology, make_schedule
+from tests.chaos.schedule import ENDING, LEAST_S, Fault, Kind, Topology
 from tests.chaos.stage import CALM_S
-from tests.chaos.stages import STAGES, fault_seconds
+from tests.chaos.stages import MEMORY_S, STAGES, fault_seconds, included, schedule_of
 
+TWO = Topology(prefill=("p0", "p1"), decode=("d0", "d1"), routers=("r0", "r1"))
 TOPOLOGIES = {
-    "toy": Topology(prefill=("p0", "p1"), decode=("d0", "d1"), routers=("r0", "r1")),
+    "toy": TWO,
+    "loss": TWO,
     "smollm2": Topology(prefill=("p0",), decode=("d0", "d1"), routers=("r0",)),
 }
 SEEDS = range(200)
 
 
 def schedule(name: str, seed: int, seconds: float) -> tuple[Fault, ...]:
-    setting = STAGES[name]
-    return make_schedule(seed, fault_seconds(name, seconds), TOPOLOGIES[name], setting.kinds, setting.gap_s)
+    return schedule_of(name, seed, seconds, TOPOLOGIES[name])
 
 
 def test_a_seed_gives_one_schedule_whatever_else_is_drawn() -> None:
@@ -37,7 +38,7 @@ def test_ten_minutes_bring_a_hundred_faults_of_every_kind(name: str) -> None:
     for seed in SEEDS:
         faults = schedule(name, seed, 600)
         assert {fault.kind for fault in faults} == set(STAGES[name].kinds)
-        assert len(faults) >= {"toy": 130, "smollm2": 30}[name]
+        assert len(faults) >= {"toy": 110, "loss": 2, "smollm2": 24}[name]
 
 
 def test_two_minutes_bring_every_kind_to_the_toy() -> None:
@@ -56,7 +57,7 @@ def test_all_is_healed_when_faults_are_over(name: str) -> None:
         assert [fault.number for fault in faults] == list(range(len(faults)))
         assert sorted(faults, key=lambda fault: fault.at) == list(faults)
         for fault in faults:
-            assert 0 < fault.at <= fault.until <= fault_seconds(name, 300)
+            assert 0 <= fault.at <= fault.until <= fault_seconds(name, 300)
             assert fault.at < fault_seconds(name, 300) - LEAST_S
             assert set(fault.targets) <= set(TOPOLOGIES[name].pods)
             assert fault.targets or fault.kind is Kind.LOSS
@@ -92,8 +93,16 @@ def test_faults_of_links_say_what_is_lost_and_where() -> None:
         rules(Kind.KILL_POD, ("p0",))
 
 
+def test_stages_of_a_run() -> None:
+    """Two minutes are for the two models; ten also for lost packets alone, and long enough for a slope of memory."""
+    assert included(120) == ["toy", "smollm2"]
+    assert included(600) == ["toy", "loss", "smollm2"]
+    assert fault_seconds("toy", 600) >= MEMORY_S
+    assert [fault.value for fault in schedule("loss", 1, 600)] == [0.05, 0.2]
+
+
 def test_a_run_takes_about_the_time_it_is_given() -> None:
     """Faults of both stages and what is around them."""
     for seconds in (120.0, 600.0):
-        total = sum(fault_seconds(name, seconds) + CALM_S for name in STAGES)
+        total = sum(fault_seconds(name, seconds) + CALM_S for name in included(seconds))
         assert 0.6 * seconds < total < seconds

@@ -122,6 +122,10 @@ PLANTED: dict[str, tuple[Callable[[], Evidence], str]] = {
         ),
         "prefill-0 was asked to end and did so with status 1",
     ),
+    "a wedged engine that nobody replaces": (
+        lambda: also(GOOD, applied=applied(Kind.WEDGE_ENGINE, ("decode-1",), 10, 34, number=3)),
+        "the engine of decode-1, wedged at 10.0 s, was never replaced",
+    ),
     "an exception in a log": (lambda: replace(GOOD, tracebacks=["decode-0: Traceback"]), "logged: decode-0: Traceback"),
     "a leaked block": (lambda: also(GOOD, held=held("decode-1", free_blocks=99)), "held at rest: Held(pod='decode-1'"),
     "a leaked lease": (lambda: also(GOOD, held=held("prefill-1", leases=1)), "held at rest"),
@@ -184,6 +188,24 @@ def test_growing_memory_is_found_only_where_it_is_judged() -> None:
     (found,) = findings(leaking, LEAST, judge_memory=True)
     assert "memory of decode-1 engine grows by 2.8" in found or "by 2.7" in found, found
     assert findings(leaking, LEAST, judge_memory=False) == findings(steady, LEAST, judge_memory=True) == []
+
+
+def test_lost_packets_alone_cost_next_to_nothing() -> None:
+    """Every request at 5 %, 99 of 100 at a fifth, and no lease at 5 %."""
+
+    def lossy(share: float, failed: int, recomputed: str = "") -> list[str]:
+        lost = applied(Kind.LOSS, (), 5, 25)
+        lost = replace(lost, fault=replace(lost.fault, value=share))
+        error = {"whole": False, "done": False, "error": "engine_lost"}
+        records = [record(each, 6, **(error if each < failed else {})) for each in range(100)]
+        records.append(record(100, 7, recomputed=recomputed))
+        seen = replace(GOOD, applied=[lost], deaths=[], records=[*records, record(101, 51)])
+        return findings(seen, replace(LEAST, faults=1, kinds=frozenset(), whole=90), judge_memory=False)
+
+    assert lossy(0.05, 0) == lossy(0.2, 1) == lossy(0.2, 0, "lease_expired") == lossy(0.05, 0, "read_error") == []
+    assert lossy(0.05, 1) == ["at 5% loss 100 of 101 requests were answered whole"]
+    assert lossy(0.2, 3) == ["at 20% loss 98 of 101 requests were answered whole"]
+    assert lossy(0.05, 0, "lease_expired") == ["at 5% loss a lease expired: request 0/100"]
 
 
 ASK = Ask("A prompt. ", max_tokens=6)
