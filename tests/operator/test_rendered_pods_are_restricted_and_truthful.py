@@ -239,7 +239,7 @@ def test_credentials_come_as_files_to_the_fetching_container_alone(name: str, ex
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("deadline", [None, "1.5s", "2h"])
 def test_a_pod_that_ends_is_given_the_time_that_its_answers_may_take(role: str, deadline: str | None) -> None:
-    """Nobody takes an answer over from a router: it waits as long as a request may last. No edit of it touches engines."""
+    """Nobody takes an answer over from a router: it waits as long as a request may last. Engines have one grace."""
     changes = {} if deadline is None else {"spec__router__requestDeadline": deadline}
     made = make_objects(**changes)
     spec, argv = pod_of(made, role), container_of(made, role)["args"]

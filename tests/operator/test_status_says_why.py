@@ -316,6 +316,29 @@ def test_leaving_pods_are_no_cause() -> None:
     assert conditions(make_status(pods=(pod, *others())))["DecodeReady"]["reason"] == "Starting"
 
 
+@pytest.mark.parametrize(
+    ("since", "reason"),
+    [
+        ("2026-01-01T10:00:00Z", "Starting"),
+        ("2026-01-01T10:00:05Z", "Starting"),
+        ("2026-01-01T10:00:09Z", "ProbeFailing"),
+    ],
+)
+def test_an_ordinary_start_is_no_failing_probe(since: str, reason: str) -> None:
+    """Between a start and the first word of readiness there is no fault; who was ready and is not any more has one."""
+    state = {
+        "name": "decode",
+        "ready": False,
+        "started": True,
+        "state": {"running": {"startedAt": "2026-01-01T10:00:05Z"}},
+    }
+    pod = decode_pod(containers=[state])
+    pod["status"]["conditions"] = [{"type": "Ready", "status": "False", "lastTransitionTime": since}]
+    cause = pod_cause(pod)
+    assert cause is not None
+    assert cause.reason == reason
+
+
 def test_a_crash_of_long_ago_is_no_cause() -> None:
     """A pod that started again and now would not answer is told by what it is now."""
     state = {"name": "decode", "ready": False, "started": True, "restartCount": 1, "state": {"running": {}}}

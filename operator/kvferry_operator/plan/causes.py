@@ -176,10 +176,21 @@ def _container_cause(pod: Object, state: Object, spec: Object) -> Cause | None:
             if pod["metadata"].get("labels", {}).get(COMPONENT) == "router":
                 return _cause("Starting", f"{name}: starting, or waiting for pods to send requests to")
             return _cause("Loading", f"{name}: loading the model")
+        if _was_not_ready_yet(pod, now["running"]):
+            return _cause("Starting", f"{name}: started; if it stays so, `kubectl logs {name}` says why")
         return _cause(
             "ProbeFailing", f"{where}: runs, but says that it would not answer; `kubectl logs {name}` says why"
         )
     return None
+
+
+def _was_not_ready_yet(pod: Object, running: Object) -> bool:
+    """Whether a container that has started is about to be called ready for the first time.
+
+    The kubelet tells of a start before it tells of readiness: each start looks for a moment like a probe that fails.
+    """
+    began, since = running.get("startedAt"), _condition(pod["status"], "Ready").get("lastTransitionTime")
+    return bool(began and since) and since <= began  # both RFC 3339 in UTC to the second
 
 
 def _creating(pod: Object, container: str, reason: str) -> Cause | None:
