@@ -1,7 +1,9 @@
 """Long streamed answers of services with several pods of a kind: what came, and which pod is at work on them."""
 
 import asyncio
+import itertools
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +36,13 @@ class Stream:
         self.ask = ask
         self.text = ""
         self.comments: list[str] = []
+        self.times: list[float] = []  # of its events, seconds
         self.done = False
+
+    @property
+    def gap_s(self) -> float:
+        """The longest time for which it stood still."""
+        return max(after - before for before, after in itertools.pairwise(self.times))
 
     async def read(self, session: aiohttp.ClientSession, url: str) -> "Stream":
         async with session.post(url + "/v1/completions", json=self.ask.body()) as response:
@@ -46,6 +54,7 @@ class Stream:
                 elif line.startswith("data: "):
                     document = json.loads(line.removeprefix("data: "))
                     assert "error" not in document, document
+                    self.times.append(time.monotonic())
                     self.text += "".join(choice["text"] for choice in document["choices"])
                 elif line.startswith(":"):
                     self.comments.append(line)
