@@ -20,7 +20,8 @@ STEADY_S = 2.0  # a pod that has been up for so long is known to the router, and
 def check_pod(pod: "Pod") -> None:
     """The books of engine and leases, and that no block serves two masters."""
     try:
-        pod.owner.table.check_integrity()
+        if pod.owner.table.granted:
+            pod.owner.table.check_integrity()
         if pod.touched:
             pod.core.check_integrity()
     except IntegrityError as error:

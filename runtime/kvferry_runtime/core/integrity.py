@@ -1,5 +1,6 @@
 """The error of a broken invariant, and the arithmetic of the block accounts."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -29,17 +30,18 @@ def check_block_accounts(
         IntegrityError: naming every account that does not add up.
     """
     free_ids, cached_ids = list(free), list(idle_cached)
-    counted = _count(owners)
+    held = {owner: list(ids) for owner, ids in owners.items()}
     faults = []
-    places = Counter(free_ids) + Counter(cached_ids) + Counter(refs.keys())
-    if set(places) != set(range(1, total + 1)) or any(count != 1 for count in places.values()):
-        missing = sorted(set(range(1, total + 1)) - set(places))
-        twice = sorted(block for block, count in places.items() if count > 1)
-        foreign = sorted(set(places) - set(range(1, total + 1)))
+    places = [*free_ids, *cached_ids, *refs]
+    if len(places) != total or set(places) != set(range(1, total + 1)):
+        count = Counter(places)
+        missing = sorted(set(range(1, total + 1)) - set(count))
+        twice = sorted(block for block, times in count.items() if times > 1)
+        foreign = sorted(set(count) - set(range(1, total + 1)))
         faults.append(f"blocks in no place {missing}, in two places {twice}, unknown {foreign}")
-    faults += _reference_faults(refs, counted)
+    faults += _reference_faults(refs, held)
     if faults:
-        raise IntegrityError(_told(total, len(free_ids), len(cached_ids), refs, counted) + "; ".join(faults))
+        raise IntegrityError(_told(total, len(free_ids), len(cached_ids), refs, held) + "; ".join(faults))
 
 
 def check_live_accounts(
@@ -53,35 +55,28 @@ def check_live_accounts(
     Raises:
         IntegrityError: places do not add up to all blocks, or a reference has no owner.
     """
-    counted = _count(owners)
-    faults = _reference_faults(refs, counted)
+    held = {owner: list(ids) for owner, ids in owners.items()}
+    faults = _reference_faults(refs, held)
     if free + idle_cached + len(refs) != total:
         faults.append("places do not add up to all blocks")
     if faults:
-        raise IntegrityError(_told(total, free, idle_cached, refs, counted) + "; ".join(faults))
+        raise IntegrityError(_told(total, free, idle_cached, refs, held) + "; ".join(faults))
 
 
-_Counted = dict[str, "Counter[int]"]
-
-
-def _count(owners: Mapping[str, Iterable[int]]) -> _Counted:
-    return {owner: Counter(ids) for owner, ids in owners.items()}
-
-
-def _reference_faults(refs: Mapping[int, int], counted: _Counted) -> list[str]:
-    owned: Counter[int] = Counter()
-    for ids in counted.values():
-        owned.update(ids)
+def _reference_faults(refs: Mapping[int, int], held: Mapping[str, list[int]]) -> list[str]:
+    owned = Counter(itertools.chain.from_iterable(held.values()))
+    if owned == refs:
+        return []
     faults = []
     for block in sorted(set(refs) | set(owned)):
         if refs.get(block, 0) != owned[block]:
-            by_owner = {owner: ids[block] for owner, ids in counted.items() if ids[block]}
+            by_owner = {owner: ids.count(block) for owner, ids in held.items() if block in ids}
             faults.append(f"block {block} has {refs.get(block, 0)} references, owners hold {by_owner}")
     return faults
 
 
-def _told(total: int, free: int, cached: int, refs: Mapping[int, int], counted: _Counted) -> str:
-    sums = ", ".join(f"{owner}={sum(ids.values())}" for owner, ids in counted.items())
+def _told(total: int, free: int, cached: int, refs: Mapping[int, int], held: Mapping[str, list[int]]) -> str:
+    sums = ", ".join(f"{owner}={len(ids)}" for owner, ids in held.items())
     return (
         f"block accounts: total={total} free={free} cached={cached} used={len(refs)} "
         f"references={sum(refs.values())} ({sums}): "
