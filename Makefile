@@ -85,7 +85,7 @@ sim: install-dev ## simulate SEEDS fault schedules of router, prefill and decode
 	KVFERRY_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/simulation $(ARGS)
 
 sim-full: install-dev ## simulate 5000 fault schedules; a failing seed is shrunk and printed
-	$(BIN)/python -m tests.simulation --seeds 5000
+	$(BIN)/python -m tests.simulation --seeds 5000 $(ARGS)
 
 chaos: install-dev ## 10 minutes of faults on real processes in network namespaces, with a report (SECONDS, SEED); needs root
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
