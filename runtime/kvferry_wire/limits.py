@@ -49,6 +49,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     # Leases and transfers
     lease_s: float = 15.0
     renew_fraction: float = 1 / 6  # of the lease: the interval between renewals
+    first_renew_s: float = 0.02  # the first one, which a pull that is over by then does without
     answer_s: float = 30.0  # a granted lease whose answer nobody reports as written ends after this
     leases: int = 65_536  # live in one engine; its blocks bound them earlier
     ended_lease_s: float = 60.0  # an expired lease is answered `expired` for this long, then `unknown`

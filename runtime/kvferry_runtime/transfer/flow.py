@@ -133,7 +133,8 @@ class TransferFlow:
     Args:
         lease_s: the lease's duration, from the handle.
         deadline: when the leg's time is up, on the driver's clock.
-        limits: `renew_fraction`, `control_reply_s`, `connect_s`, `transfer_floor_s` and `transfer_min_bytes_per_s`.
+        limits: `renew_fraction`, `first_renew_s`, `control_reply_s`, `connect_s`, `transfer_floor_s` and
+            `transfer_min_bytes_per_s`.
         next_id: gives message ids, each once in this reader's incarnation.
         now: the moment of hold; `begin` gives the first effects.
     """
@@ -152,7 +153,7 @@ class TransferFlow:
         self._welcomed = False
         self._renew_id: int | None = None  # awaits its answer
         self._renew_first_sent = now
-        self._renew_at = now
+        self._renew_at = now + limits.first_renew_s
         self._live_until = now + lease_s  # at least so long, if the owner had heard of us by now
         self._release_id: int | None = None
         self._release_at = now
@@ -164,8 +165,11 @@ class TransferFlow:
     # ---- the driver's side ---------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[FlowEffect]:
-        """The first effects: shake hands early, and renew from now on."""
-        return [Handshake(), self._renew(now)]
+        """The first effects: shake hands early, and renew from now on.
+
+        Most pulls are over before their first renewal is worth its way: it waits for `Limits.first_renew_s`.
+        """
+        return [Handshake(), self._renew(now)] if now >= self._renew_at else [Handshake()]
 
     def handle(self, event: FlowEvent, now: float) -> list[FlowEffect]:
         """Take one event.

@@ -77,10 +77,11 @@ def make_ref(lease_id: int = 1, **changes: object) -> LeaseRef:
 
 
 def make_flow(*, lease_s: float = 15.0, deadline: float = 600.0, now: float = 0.0, **limits: float) -> TransferFlow:
+    """It renews at once, unless `first_renew_s` says otherwise."""
     return TransferFlow(
         lease_s=lease_s,
         deadline=deadline,
-        limits=msgspec.structs.replace(Limits(), **limits),
+        limits=msgspec.structs.replace(Limits(first_renew_s=0.0), **limits),
         next_id=itertools.count(1).__next__,
         now=now,
     )

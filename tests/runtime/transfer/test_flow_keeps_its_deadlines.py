@@ -9,6 +9,8 @@ from kvferry_runtime.transfer.flow_messages import (
     BytesArrived,
     Finished,
     FlowEffect,
+    Handshake,
+    Read,
     ReadDone,
     ReadStarted,
     ReadStopped,
@@ -57,6 +59,23 @@ def test_a_waiting_leg_renews_each_sixth_of_the_lease() -> None:
     assert len(times) == len(log) == 60
     assert times == pytest.approx([2.5 * step for step in range(1, 61)])
     assert flow.state is FlowState.HOLDING
+
+
+def test_a_quick_pull_sends_no_renewal() -> None:
+    """It is read and released before the first one is due; a leg that waits, or a long read, renews from then on."""
+    flow = make_flow(now=5.0, first_renew_s=0.02)
+    assert flow.begin(5.0) == [Handshake()]
+    assert flow.next_wake() == 5.02
+    flow.handle(Welcomed(), 5.0)
+    (read,) = flow.handle(BlocksGiven(100), 5.001)
+    flow.handle(ReadStarted(), 5.001)
+    assert isinstance(read, Read)
+    (finished,) = flow.handle(ReadDone("held"), 5.01)
+    assert isinstance(finished, Finished) and finished.reason is None
+    waits = make_flow(now=5.0, first_renew_s=0.02)
+    waits.begin(5.0)
+    assert waits.handle(Tick(), 5.019) == []
+    assert waits.handle(Tick(), 5.02) == [SendRenew(1)]
 
 
 def test_renewals_go_on_while_reading() -> None:

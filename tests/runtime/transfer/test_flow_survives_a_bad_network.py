@@ -64,8 +64,8 @@ class BadNetwork:
         heapq.heappush(self.queue, (when, next(self.order), what, argument))
 
     def send(self, what: object, argument: object) -> None:
-        """Over the network: lost, late, repeated."""
-        for _ in range(2 if self.rng.random() < 0.2 else 1):
+        """Over the network: lost, late, up to three times, in any order."""
+        for _ in range(self.rng.choices((1, 2, 3), (7, 2, 1))[0]):
             if self.rng.random() >= self.loss:
                 self.at(self.now + self.rng.random() * self.delay, what, argument)
 
