@@ -157,6 +157,28 @@ def test_wrong_values_are_refused(change: dict[str, Any], expected: str) -> None
     assert expected in faults({**VALUES, **change}, SCHEMA)
 
 
+def readme_rows() -> list[tuple[str, str]]:
+    """Path and default of each row of the README's table of values."""
+    text = (CHART / "README.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+) \| `([^|`]+)` \| ", text, re.MULTILINE)
+    return [(path, default) for paths, default in rows for path in re.findall(r"`([^`]+)`", paths)]
+
+
+def test_the_readme_tells_the_defaults_that_hold() -> None:
+    """Each value of its table exists and has the default that stands there."""
+    checked = 0
+    for path, default in readme_rows():
+        if "*" in path or ("." not in path and path not in VALUES):
+            continue  # one row for all images
+        value: Any = VALUES
+        for part in path.split("."):
+            assert part in value, path
+            value = value[part]
+        assert value == yaml.safe_load(default), path
+        checked += 1
+    assert checked >= 8
+
+
 def test_the_settings_are_those_that_the_operator_reads() -> None:
     """The chart's settings and what its helper adds decode as ClusterSettings; none of its fields is missing."""
     helper = (CHART / "templates" / "_helpers.tpl").read_text()
