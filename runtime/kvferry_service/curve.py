@@ -45,6 +45,8 @@ def secure_server(socket: "zmq.Socket[bytes]", key: bytes, plane: Plane, limits:
     # Without a gate the library would admit every key: with this it admits none.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     bound_socket(socket, limits.control_message_bytes)
+    # Who connects and proves nothing is closed as soon as on the data plane.
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.challenge_s * 1000))
 
 
 def secure_client(socket: "zmq.Socket[bytes]", key: bytes, limits: Limits = DEFAULT_LIMITS) -> None:

@@ -57,7 +57,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     lease_share: float = 0.5  # of a prefill pod's blocks that leases may hold; beyond it prefill answers busy
     control_message_bytes: int = 1 * 2**20
     control_reply_s: float = 2.0  # a reply that takes longer is lost; the message is sent again
-    challenge_s: float = 1.0  # a peer of the data plane that has not proved its key by then is closed
+    challenge_s: float = 1.0  # a peer of the KV and state ports that has not proved its key by then is closed
     connect_s: float = 2.0
     transfer_floor_s: float = 2.0  # deadline of a pull: this much plus its bytes at the least bandwidth
     transfer_min_bytes_per_s: float = 20 * 2**20

@@ -53,7 +53,6 @@ class OwnerControl:
         self.failure = ""
         self._socket = context.socket(zmq.ROUTER)
         curve.secure_server(self._socket, kv_key, "kv", limits)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.challenge_s * 1000))
         try:
             self.port = curve.bind_tcp(self._socket, host, port)
         except OSError:
