@@ -1,5 +1,6 @@
 """One pass over one service: see, decide, do, tell. Everything that it remembers can be lost at any time."""
 
+import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 
@@ -22,6 +23,7 @@ from kvferry_service import logs
 from kvferry_wire.keys import KEY_BYTES, KEY_NAMES
 
 LOOKS = 8  # decisions in a row that may find that more has to be looked up; two do
+LOOKS_AT_ONCE = 4  # of one pass; the connections of the client are shared by all
 ABSENT_S = 15.0  # what was not there need not be looked up again while the server is too busy for writes
 KEYS_AGAIN_S = 30.0  # between attempts to make a Secret that pods may wait for
 INTERNAL = "OperatorFailed"
@@ -166,9 +168,25 @@ class _Pass:
             unknown = [ref for effect in decision.effects if (ref := _wanted(effect)) and self._unseen(ref)]
             if not unknown:
                 return decision
-            for ref in unknown:
-                self._looked[ref] = await self._its._api.get(kind_of(ref[0]), ref[1], ref[2])
+            await self._look(unknown)
         raise RuntimeError(f"each of {LOOKS} decisions wanted other objects")
+
+    async def _look(self, refs: list[Ref]) -> None:
+        """Look objects up, several at once. Raises ``ApiError``; after a failure no further look begins."""
+        places, failures = asyncio.Semaphore(LOOKS_AT_ONCE), list[ApiError]()
+
+        async def look(ref: Ref) -> None:
+            async with places:
+                if failures:
+                    return
+                try:
+                    self._looked[ref] = await self._its._api.get(kind_of(ref[0]), ref[1], ref[2])
+                except ApiError as error:
+                    failures.append(error)
+
+        await asyncio.gather(*(look(ref) for ref in refs))
+        if failures:
+            raise failures[0]
 
     def _unseen(self, ref: Ref) -> bool:
         return ref not in self._looked and self._unwatched(ref)

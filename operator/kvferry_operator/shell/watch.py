@@ -169,6 +169,19 @@ def stream_of(path: str, plurals: dict[tuple[str, str, str], Kind]) -> Stream | 
     return None if kind is None else (kind.kind, parts[4] if len(parts) == 6 else None)
 
 
+class _NoEssence(kopf.DiffBaseStorage):
+    """kopf compares nothing: it would copy each object three times to learn what no handler here asks for."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        raise RuntimeError("there is nothing to keep in objects")
+
+
 class _Backoffs:
     """Seconds between attempts of one request, without end: an API server that is away comes back."""
 
@@ -181,6 +194,7 @@ class _Backoffs:
 def _settings(kinds: tuple[Kind, ...]) -> kopf.OperatorSettings:
     made = kopf.OperatorSettings()
     made.posting.enabled = False
+    made.persistence.diffbase_storage = _NoEssence()
     made.scanning.disabled = True
     made.process.ultimate_exiting_timeout = None
     made.watching.server_timeout = SERVER_TIMEOUT_S

@@ -2,22 +2,21 @@
 
 from kvferry_operator.api.role import ROLE_KIND
 from kvferry_operator.api.service import API_VERSION
+from kvferry_operator.plan.diff import stamped
 from kvferry_operator.plan.manifests.meta import SEEDED, Object, Owner, make_object, selector, selector_text
 from kvferry_operator.plan.manifests.names import role_name
 
 
 def role_object(owner: Owner, role: str, replicas: int) -> Object:
-    """The object as it is created. ``replicas`` is not applied again: the seed belongs to another field manager."""
-    spec = {"service": owner.name, "role": role, "replicas": replicas}
-    return make_object(
-        API_VERSION,
-        ROLE_KIND,
-        role_name(owner.name, role),
-        owner,
-        {"spec": spec},
-        component=role,
-        annotations={SEEDED: str(replicas)},
-    )
+    """The object as it is created: its frame as if it had been applied, which need not be done once more, and the seed.
+
+    ``replicas`` is not applied again: the seed belongs to another field manager.
+    """
+    frame = stamped(role_frame(owner, role))
+    metadata = frame["metadata"]
+    annotations = {**metadata["annotations"], SEEDED: str(replicas)}
+    spec = {**frame["spec"], "replicas": replicas}
+    return {**frame, "metadata": {**metadata, "annotations": annotations}, "spec": spec}
 
 
 def reseed_patch(replicas: int) -> Object:
