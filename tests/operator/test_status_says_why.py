@@ -356,17 +356,6 @@ def test_scaled_to_zero_is_said_so() -> None:
     assert said["KVTransferEffective"]["reason"] == "NotUsed"
 
 
-def test_pods_of_one_revision_that_differ_do_not_ferry() -> None:
-    """Where compat hashes are known and none is common, KV does not cross, and the condition says so."""
-    pods = (make_pod("decode", REVISION, name="d", ready=True), *others())
-    for hashes, reason in (
-        ({}, "SameRevision"),
-        ({"d": "x", "demo-prefill-x": "x"}, "SameRevision"),
-        ({"d": "x", "demo-prefill-x": "y"}, "CompatDiffers"),
-    ):
-        assert conditions(make_status(pods=pods, compat_hashes=hashes))["KVTransferEffective"]["reason"] == reason
-
-
 def test_times_change_with_the_status_only() -> None:
     """Another reason or message is no transition; another status is."""
     first = make_status(pods=others())

@@ -1,7 +1,5 @@
 """What the operator sees of a service: its children, its pods, and what it could not write."""
 
-from collections.abc import Mapping
-
 import msgspec
 
 from kvferry_operator.plan.effects import ApplyFault
@@ -20,7 +18,6 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     children: tuple[Object, ...] = ()
     pods: tuple[Object, ...] = ()
     faults: tuple[ApplyFault, ...] = ()  # of the last attempt
-    compat_hashes: Mapping[str, str] = {}  # by pod, where known
 
     def of_kind(self, kind: str) -> tuple[Object, ...]:
         return tuple(child for child in self.children if child["kind"] == kind)

@@ -55,6 +55,12 @@ def commits(owner: Owner, source: ModelSource, seen: Seen) -> dict[str, str]:
     return {**found, names.key: reported[0][1]} if reported else found
 
 
+def fetched_commit(pod: Object, source: ModelSource) -> str | None:
+    """The commit that a pod got; ``None`` where it does not tell, or the source has none."""
+    told = _reported(pod, source)
+    return None if told is None else told[1]
+
+
 def _references(deployment: Object) -> Iterable[str]:
     containers = deployment.get("spec", {}).get("template", {}).get("spec", {}).get("initContainers", ())
     for container in containers:
