@@ -110,6 +110,8 @@ class ReaderShell:
         for pull in tuple(self.pulls.values()):
             if pull.flow.next_wake() <= now:
                 self._feed(pull, flow.Tick())
+                if pull.flow.next_wake() <= now:
+                    raise Violation("busy_wait", f"{pull.flow} is due again at once", pull.key.internal_id)
         while (started := self._reads.start_next(now)) is not None:
             self._feed(*started)
         resend, forgotten = self._peers.tick(now)

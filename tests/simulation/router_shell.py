@@ -264,7 +264,10 @@ class Router:
                 answer = self._perform(served, effect)
                 if answer is not None:
                     pending.append(answer)
-        served.timer.set(served.flow.next_wakeup())
+        due = served.flow.next_wakeup()
+        if isinstance(event, messages.Tick) and due is not None and due <= self.process.now:
+            raise Violation("busy_wait", f"{served.flow} is due again at once", served.request.name)
+        served.timer.set(due)
         open_ = served.flow._attempts.open
         for attempt in range(served.flow._attempts.opened):
             if open_ is None or attempt != open_.number:

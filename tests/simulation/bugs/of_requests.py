@@ -164,6 +164,21 @@ def engines_wait_for_each_others_leases() -> Iterator[None]:
         yield
 
 
+@bug("calm", "busy_wait")
+def whole_answer_is_woken_again_and_again() -> Iterator[None]:
+    """`End` is there, its stream is not over, and a time that has passed is still looked at."""
+
+    def make(real: Any) -> Any:
+        def next_wakeup(self: RequestFlow) -> float | None:
+            due = real(self)
+            return self._attempts.the_open.heard_at if self.state is FlowState.ENDING else due
+
+        return next_wakeup
+
+    with wrapped(RequestFlow, "next_wakeup", make):
+        yield
+
+
 def _taken_in_stride(what: str) -> Callable[[Any], Any]:
     """A break of the state stream that is not noticed: the message is applied as if it were the next one."""
 
