@@ -146,6 +146,43 @@ def test_kill_9_of_the_launcher_leaves_nothing_and_the_folder_can_be_used_again(
     service.kvferry("down")
 
 
+def test_of_several_ups_at_once_exactly_one_serves(services: Callable[..., Service]) -> None:
+    """Four start in one new folder in the same moment: three are refused with who has it, and harm nothing of the one.
+
+    Its keys, ports and processes are its own: it answers, and after its end nothing of any of them is left.
+    """
+    service = services()
+    command = [sys.executable, "-P", "-m", "kvferry_cli", "up", str(service.manifest), "--port", "0"]
+    ups = [
+        subprocess.Popen(
+            command, env=service.env, cwd=service.manifest.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        for _ in range(4)
+    ]
+    try:
+        wait_until(lambda: sum(up.poll() is not None for up in ups) == 3, "three of four to be refused")
+        (winner,) = [up for up in ups if up.poll() is None]
+        for up in ups:
+            if up is not winner:
+                assert up.stderr is not None
+                told = up.stderr.read().decode()
+                assert (up.returncode, "already runs from" in told) == (1, True), told
+                assert "Traceback" not in told
+        wait_until(
+            lambda: {process["state"] for process in service.ps().values()} == {"ready"}, "the one to be ready", 200.0
+        )
+        family = service.family()
+        assert family[0].pid == winner.pid
+        assert service.ask("Who of you is it?")
+        assert service.kvferry("down").returncode == 0
+        assert winner.wait(20) == 0
+        assert gone(family)
+    finally:
+        for up in ups:
+            up.kill()
+            up.communicate()
+
+
 def test_two_services_run_side_by_side(services: Callable[..., Service]) -> None:
     """Other folders, other ports, other keys; stopping one leaves the other alone."""
     one, two = services("one"), services("two")
