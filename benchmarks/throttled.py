@@ -21,8 +21,9 @@ import msgspec
 from handoff import frames, make_leg, pod
 
 from kvferry_runtime.transfer.backends.tcp import TcpDescriptor
+from kvferry_runtime.transfer.backends.tcp_link import HEAD
 from kvferry_service.key_files import create_keys, load_keys
-from kvferry_wire.data import encode
+from kvferry_wire.data import NONCE_BYTES, PROOF_BYTES, ReadReply, encode
 from kvferry_wire.frames import Fail, Frame, FrameDecoder, Prefilled, Tokens
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.leg import ChoiceState, Leg
@@ -34,7 +35,8 @@ RATE = 1000  # bytes a second
 
 async def crawl(source: asyncio.StreamReader, target: asyncio.StreamWriter, *, last_byte: bool) -> None:
     """Toward the reader: all but the last byte of the blocks at once and then nothing, or everything at `RATE`."""
-    left = 64 + 4 + 9 + PROMPT * 16 - 1  # nonce, proof, head and reply, blocks
+    blocks = PROMPT * 16  # bytes: K and V of a token are 8 each
+    left = NONCE_BYTES + PROOF_BYTES + HEAD.size + len(encode(ReadReply("ok", blocks))) + blocks - 1
     while data := await source.read(min(left, 65536) if last_byte else RATE // 20):
         target.write(data)
         left -= len(data)

@@ -145,7 +145,7 @@ class SimulatedBackend:
         self._engine.memory.write(reading.blocks[index], self._perhaps_damaged(data), self._engine.tenant_of(key))
         reading.arrived += 1
         sums = reading.job.checksums
-        if sums and first_damaged(self._engine.memory, 0, (reading.blocks[index],), sums[0], index) is not None:
+        if sums and first_damaged((self._engine.memory.block(0, reading.blocks[index]),), sums[0], index) is not None:
             self._engine.process.world.count("damage_found")
             self._end(reading, RecomputeReason.CHECKSUM)
             return

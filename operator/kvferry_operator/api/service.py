@@ -200,9 +200,10 @@ class Transfer(ManifestModel):
     trust_network: bool = False
     """Whether transports that cannot authenticate their peers may be chosen; `tcp` does not need it."""
 
-    checksums: bool = True
+    checksums: bool = False
     """Whether each ferried block has a checksum (XXH3, 64 bits), made by the pod that computed it and checked by the
-    one that reads it: a byte that changed on its way or in memory costs a recompute, never a wrong token."""
+    one that reads it: a byte that changed on its way or in memory costs a recompute, never a wrong token. It makes a
+    transfer slower; `benchmarks/transfer.py` says by how much."""
 
     failure_policy: Literal["recompute", "retry", "fail"] = "recompute"
     """What is done when KV cannot be ferried. `recompute`: the decode pod computes the prompt itself. `retry`: other

@@ -13,7 +13,7 @@ from kvferry_runtime.transfer.memory import BlockMemory
 
 METHOD = "xxh3-64"
 SUM_BYTES = 8
-CHECKED_AT_ONCE = 2**20  # bytes: what has just arrived is checked while it is still in the cache
+CHECKED_AT_ONCE = 2**19  # bytes: what has just arrived is checked while it is still in a core's cache
 
 
 def block_sums(memory: BlockMemory, blocks: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
@@ -29,14 +29,18 @@ def are_complete(sums: Sequence[bytes], groups: int, blocks: int) -> bool:
     return len(sums) == groups and all(len(of_group) == blocks * SUM_BYTES for of_group in sums)
 
 
-def first_damaged(memory: BlockMemory, group: int, ids: Sequence[int], sums: bytes, first: int) -> int | None:
+def first_damaged(blocks: Sequence[memoryview], sums: bytes, first: int) -> int | None:
     """The first block that is not what its owner granted, as its index in the lease's order; ``None``: all are.
 
     Args:
-        ids: local blocks that hold blocks ``first .. first + len(ids)`` of the lease.
+        blocks: what has arrived of blocks ``first .. first + len(blocks)`` of a group's lease.
         sums: of the group's whole lease.
     """
-    for index, block_id in enumerate(ids, first):
-        if xxhash.xxh3_64_digest(memory.block(group, block_id)) != sums[index * SUM_BYTES : (index + 1) * SUM_BYTES]:
+    found = [xxhash.xxh3_64_digest(block) for block in blocks]
+    begin = first * SUM_BYTES
+    if b"".join(found) == sums[begin : begin + len(found) * SUM_BYTES]:
+        return None
+    for index, each in enumerate(found, first):
+        if each != sums[index * SUM_BYTES : (index + 1) * SUM_BYTES]:
             return index
-    return None
+    raise AssertionError("equal blocks, and not equal as a whole")

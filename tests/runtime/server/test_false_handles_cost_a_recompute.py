@@ -38,7 +38,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("false")
     with (
-        running_pod(folder / "p", "--role", "prefill", "--lease", "20") as prefill,
+        running_pod(folder / "p", "--role", "prefill", "--lease", "20", "--checksums") as prefill,
         running_pod(folder / "d", "--role", "decode", "--lease", "20", keys=prefill.keys) as decode,
     ):
         assert prefill.keys is not None

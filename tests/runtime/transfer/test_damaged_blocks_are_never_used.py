@@ -99,11 +99,12 @@ def test_any_one_bit_of_any_block_is_found(seed: int, block: int, byte: int, bit
     for block_id in ids:
         memory.block(0, block_id)[:] = random.Random(f"{seed}/{block_id}").randbytes(BLOCK_BYTES)
     (sums,) = block_sums(memory, (ids,))
-    assert first_damaged(memory, 0, ids, sums, 0) is None
+    blocks = [memory.block(0, block_id) for block_id in ids]
+    assert first_damaged(blocks, sums, 0) is None
     memory.block(0, ids[block])[byte] ^= 1 << bit
-    assert first_damaged(memory, 0, ids, sums, 0) == block
-    assert first_damaged(memory, 0, ids[block:], sums, block) == block
-    assert first_damaged(memory, 0, ids[:block], sums, 0) is None
+    assert first_damaged(blocks, sums, 0) == block
+    assert first_damaged(blocks[block:], sums, block) == block
+    assert first_damaged(blocks[:block], sums, 0) is None
 
 
 def test_two_blocks_in_the_wrong_places_are_found() -> None:
@@ -111,4 +112,4 @@ def test_two_blocks_in_the_wrong_places_are_found() -> None:
     memory = ToyBlockMemory((FULL,), 16, 4)
     memory.block(0, 1)[0], memory.block(0, 2)[0] = 1, 2
     (sums,) = block_sums(memory, ((1, 2),))
-    assert first_damaged(memory, 0, (2, 1), sums, 0) == 0
+    assert first_damaged([memory.block(0, 2), memory.block(0, 1)], sums, 0) == 0

@@ -153,11 +153,11 @@ class LoopbackBackend:
         source = owner.serve(read.job.lease, group, index)
         if isinstance(source, RecomputeReason):
             return ReadStatus(ReadState.FAILED, read.nbytes, source, "the peer refused the read")
-        block_id = read.job.blocks[group][index]
-        self.memory.block(group, block_id)[:] = source
+        target = self.memory.block(group, read.job.blocks[group][index])
+        target[:] = source
         read.nbytes += source.nbytes
         sums = read.job.checksums
-        if sums and first_damaged(self.memory, group, (block_id,), sums[group], index) is not None:
+        if sums and first_damaged((target,), sums[group], index) is not None:
             detail = f"block {index} of group {group} is damaged"
             return ReadStatus(ReadState.FAILED, read.nbytes, RecomputeReason.CHECKSUM, detail)
         del read.left[0]

@@ -300,16 +300,13 @@ class TcpBackend:
 
         step = max(1, CHECKED_AT_ONCE // self._block_bytes[part.group]) if read.job.checksums else len(ids)
         for start in range(0, len(ids), step):
-            some = ids[start : start + step]
-            link.receive([self._memory.block(part.group, block_id) for block_id in some], arrived=arrived)
+            blocks = [self._memory.block(part.group, block_id) for block_id in ids[start : start + step]]
+            link.receive(blocks, arrived=arrived)
             if read.job.checksums:
-                self._check(part.group, some, read.job.checksums[part.group], part.first + start)
-
-    def _check(self, group: int, ids: tuple[int, ...], sums: bytes, first: int) -> None:
-        damaged = first_damaged(self._memory, group, ids, sums, first)
-        if damaged is not None:
-            detail = f"block {damaged} of group {group} is not what its owner granted"
-            raise _ReadFailedError(RecomputeReason.CHECKSUM, detail)
+                damaged = first_damaged(blocks, read.job.checksums[part.group], part.first + start)
+                if damaged is not None:
+                    detail = f"block {damaged} of group {part.group} is not what its owner granted"
+                    raise _ReadFailedError(RecomputeReason.CHECKSUM, detail)
 
     def _release(self, read: TcpRead, link: Link) -> LeaseAnswer | None:
         """Give the lease back behind the last byte. ``None``: no answer in time; the flow asks again by its own way."""
