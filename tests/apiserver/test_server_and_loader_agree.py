@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import time
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from kvferry_operator.plan import Observed, PlanError, plan
 from kvferry_operator.plan.manifests.context import Context
 from kvferry_operator.plan.manifests.objects import check_cluster
 from tests.operator.cluster import SETTINGS, make_owner
-from tests.operator.manifest_fuzz import Fuzz
+from tests.operator.manifest_fuzz import PLACES, Fuzz, put
+from tests.operator.manifests import make_manifest
 from tests.support.api_server import ApiServer
 from tests.support.kube_client import Object, Refused
 
 MANIFESTS = int(os.environ.get("KVFERRY_FUZZ_MANIFESTS", "600"))
 BATCH = 100
+MEGABYTES = ("x" * 2**20, "\u00e9" * 2**19, "\U0001f389" * 2**18, "a\nb " * 2**18)
 UNKNOWN = re.compile(r'unknown field "([^"]*)"')
 
 
@@ -73,6 +76,27 @@ def disagreement(manifest: Object, ours: InferenceService | set[str], theirs: Ob
         return f"only the loader refuses it: {sorted(ours)}"
     read = load_object(theirs).spec
     return None if read == ours.spec else f"the loader reads {ours.spec!r}, the server {read!r}"
+
+
+@pytest.mark.timeout(300)
+def test_a_megabyte_anywhere_is_refused_by_both(api_server: ApiServer) -> None:
+    """Text at every place of the manifest, of one, two and four bytes a character: each answer is a refusal, none takes
+    long, and the server goes on."""
+    wrong, slowest = [], 0.0
+    for number, (path, _) in enumerate(PLACES):
+        manifest = make_manifest()
+        put(manifest, path, MEGABYTES[number % len(MEGABYTES)])
+        begun = time.monotonic()
+        theirs = served(api_server, manifest)
+        slowest = max(slowest, time.monotonic() - begun)
+        if not isinstance(theirs, Refused) or theirs.code not in (400, 413, 422):
+            wrong.append((path, str(theirs)[:200]))
+        with pytest.raises(ManifestError) as caught:
+            load_manifest(json.dumps(manifest), "f.yaml")
+        assert "accepts at most" in str(caught.value)
+    assert not wrong, f"{len(wrong)} of {len(PLACES)}: {wrong[:5]}"
+    assert slowest < 10.0
+    assert not isinstance(served(api_server, make_manifest()), Refused)
 
 
 @pytest.mark.parametrize("batch", range(max(1, MANIFESTS // BATCH)))

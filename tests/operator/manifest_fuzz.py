@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvferry_operator.api.crds import service_crd
@@ -29,6 +29,13 @@ TEXTS = (
     "serving.kvferry.dev/x", "example.com/x", "UPPER_case", "A", "_", "A=B", "Exists", "Equal", "NoSchedule",
     "auto", "always", "never", "none", "apiKeys", "tcp", "nixl", "float32", "recompute", "ClusterIP",
 )  # fmt: skip
+# What one side might read otherwise than the other: digits, letters, spaces and marks beyond ASCII, what nobody sees.
+UNICODE = (
+    "\u0661s", "\uff11Gi", "\u00b2", "\u0665\u0660\u0660m", "\uff41", "\u212a", "na\u0131ve", "\u0130", "\u00df",
+    "e\u0301", "\u540d\u524d", "\U0001f389", "\u202eevil", "\u200b", "a\u200db", "a\u00a0b", "\u3000", "a\u0000b",
+    "\x1b[31m", "a\u2028b", "a\u0085b", "\ufeffa", "\ufffd", "\U0010ffff", "a\tb", "a\rb", "1s\u2028", "toy:\u0661",
+    "org/\u540d\u524d", "pvc://c/\U0001f389", "\u00e9" * 512,
+)  # fmt: skip
 KEYS = (
     "team", "example.com/team", "a b", "", "-a", "app.kubernetes.io/x", "cpu", "memory", "nvidia.com/gpu",
     "x" * 254, "é", "A/b",
@@ -51,6 +58,30 @@ def paths(schema: dict[str, Any] = SCHEMA, at: Path = ()) -> Iterator[tuple[Path
 PLACES = [(path, schema) for path, schema in paths() if path != ("spec",)]
 
 
+def put(manifest: dict[str, Any], path: Path, value: Any) -> None:
+    """Set a value at one of ``PLACES``."""
+    *parents, leaf = path
+    holder = _within(manifest, parents)
+    if isinstance(holder, list):
+        holder.insert(0, value)
+    elif holder is not None:
+        holder[KEYS[0] if leaf == "*" else leaf] = value
+
+
+def _within(holder: Any, parents: Sequence[str]) -> Any:
+    """The mapping or list at the end of a path, made where it is not there; ``None`` where a plain value is."""
+    for part in parents:
+        if isinstance(holder, list):
+            if not holder:
+                holder.append({})
+            holder = holder[0]
+        elif isinstance(holder, dict):
+            if not isinstance(holder.get(part), dict | list):
+                holder[part] = [] if part in LISTS else {}
+            holder = holder[part]
+    return holder if isinstance(holder, dict | list) else None
+
+
 class Fuzz:
     """A stream of manifests; the same for the same seed."""
 
@@ -69,10 +100,9 @@ class Fuzz:
 
     def _set(self, holder: Any, path: Path, schema: dict[str, Any]) -> None:
         *parents, leaf = path
-        for part in parents:
-            holder = self._into(holder, part)
-            if not isinstance(holder, dict | list):
-                return
+        holder = _within(holder, parents)
+        if holder is None:
+            return
         if isinstance(holder, list):
             holder.insert(0, self._value(schema))
         elif leaf == "*":
@@ -83,17 +113,6 @@ class Fuzz:
             holder[leaf + "s"] = self._value(schema)
         else:
             holder[leaf] = self._value(schema)
-
-    def _into(self, holder: Any, part: str) -> Any:
-        if isinstance(holder, list):
-            if not holder:
-                holder.append({})
-            return holder[0]
-        wanted: Any = [] if part in LISTS else {}
-        found = holder.get(part) if isinstance(holder, dict) else None
-        if not isinstance(found, dict | list) and isinstance(holder, dict):
-            holder[part] = found = wanted
-        return found
 
     def _value(self, schema: dict[str, Any]) -> Any:
         chance = self._random.random()
@@ -109,9 +128,10 @@ class Fuzz:
         if kind == "boolean":
             return self._random.random() < 0.5
         if kind in ("string", "text"):
-            return self._random.choice(
-                (self._random.choice(TEXTS), "x" * self._random.choice((1, 63, 64, 128, 253, 1024)))
+            filled = self._random.choice(("x", "x", "\u540d", "\U0001f389")) * self._random.choice(
+                (1, 63, 64, 128, 253, 1024)
             )
+            return self._random.choice((self._random.choice(TEXTS), self._random.choice(UNICODE), filled))
         if kind == "array":
             return [self._value(schema["items"]) for _ in range(self._random.choice((0, 1, 1, 2, 17)))]
         if "properties" in schema:

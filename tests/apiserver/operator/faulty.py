@@ -40,6 +40,7 @@ class Fault:
     Args:
         status: answered with this by the proxy itself.
         cut: the connection is closed without an answer; with ``done`` after the server has done it.
+        hang_s: the server has done it, and the answer comes so much later.
         watch_s: a watch is closed after so long.
         silent: a watch hears nothing.
         event: a watch hears this, and is closed.
@@ -52,6 +53,7 @@ class Fault:
         retry_after: int | None = None,
         cut: bool = False,
         done: bool = False,
+        hang_s: float = 0.0,
         watch_s: float | None = None,
         silent: bool = False,
         event: dict[str, Any] | None = None,
@@ -60,6 +62,7 @@ class Fault:
         self.retry_after = retry_after
         self.cut = cut
         self.done = done
+        self.hang_s = hang_s
         self.watch_s = watch_s
         self.silent = silent
         self.event = event
@@ -145,6 +148,7 @@ class FaultyServer:
             if fault.cut:
                 await answer.read()
                 return cut(request)
+            await asyncio.sleep(fault.hang_s)
             made = web.StreamResponse(status=answer.status)
             made.content_type = answer.content_type
             if asked.watch:

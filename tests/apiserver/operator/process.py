@@ -99,6 +99,11 @@ class OperatorProcess:
     def rss_mib(self) -> float:
         return float(psutil.Process(self.process.pid).memory_info().rss) / 2**20
 
+    def cpu_s(self) -> float:
+        """Seconds of CPU that it has used."""
+        used = psutil.Process(self.process.pid).cpu_times()
+        return float(used.user + used.system)
+
     # ---- life
 
     def await_leading(self, seconds: float = START_S) -> None:

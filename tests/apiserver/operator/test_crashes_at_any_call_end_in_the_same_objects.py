@@ -64,3 +64,24 @@ async def test_whatever_call_is_the_last_the_next_life_ends_the_same(
             await Life(everywhere, client, service.namespace).settle(service.controllers)
         got = service.picture()
         assert got == wanted, f"ended {when} call {at} of {len(calls)} ({calls[at - 1]})"
+
+
+@pytest.mark.timeout(900)
+async def test_a_service_deleted_after_a_crash_leaves_nothing(everywhere: Installation, client: ApiClient) -> None:
+    """Whatever was made when the process ended is collected, and the next life writes nothing for who is gone."""
+    whole = await prepared(everywhere, client, "create")
+    life = Life(everywhere, client, whole.namespace)
+    await life.settle(whole.controllers)
+    for at, when in places(len(life.api.calls)):
+        service = await prepared(everywhere, client, "create")
+        try:
+            await Life(everywhere, client, service.namespace, at=at, when=when).settle(service.controllers)
+        except Crash:
+            pass
+        service.delete()
+        successor = Life(everywhere, client, service.namespace)
+        await successor.settle(service.controllers)
+        while service.controllers.collect() or service.controllers.step():
+            pass
+        assert service.controllers.objects() == {}, f"ended {when} call {at}"
+        assert successor.api.calls == []

@@ -1,56 +1,19 @@
 """The process on a real API server, with the chart's rights: objects, repair, silence, names, older versions."""
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
-import pytest
 import yaml
 
 from kvferry_operator.plan.manifests.meta import APPLIED, FIELD_MANAGER, Object
-from tests.apiserver.operator.install import ROOT, Installation
+from tests.apiserver.operator.install import ROOT
 from tests.apiserver.operator.process import OperatorProcess
 from tests.apiserver.operator.service import Service
-from tests.support.api_server import ApiServer
 from tests.support.waiting import wait_for
 
 REPAIR_S = 1.0
 REST_S = 6.0
-
-
-@pytest.fixture(scope="module")
-def running(api_server: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    """An operator that watches three namespaces."""
-    process = OperatorProcess(Installation(api_server, tmp_path_factory.mktemp("release"), namespaces=3))
-    try:
-        process.await_leading()
-        yield process
-    finally:
-        process.close()
-
-
-@pytest.fixture
-def make_service(running: OperatorProcess) -> Iterator[Callable[..., Service]]:
-    """Services whose controllers run until the test is over; what is left is deleted."""
-    stop, threads, made = threading.Event(), [], []
-
-    def make(name: str, space: int = 0, **changes: Any) -> Service:
-        service = Service(running.installation.server, running.installation.namespaces[space], name)
-        service.write(**changes)
-        made.append(service)
-        threads.append(service.controllers.running(stop))
-        return service
-
-    yield make
-    for service in made:
-        if service.server.client.find(service.ref("InferenceService", service.name)) is not None:
-            service.delete()
-    wait_for(lambda: not any(service.controllers.objects() for service in made), "all children to be collected")
-    stop.set()
-    for thread in threads:
-        thread.join()
 
 
 def test_the_example_becomes_a_ready_service_and_then_there_is_silence(
