@@ -33,7 +33,8 @@ else
   for program in kubectl "${E2E_HELM:-helm}"; do
     command -v "$program" >/dev/null || lack "no $program here, which tests on a cluster of yours use; eval \"\$(make -s cluster-env)\" has one after make cluster-up"
   done
-  kubectl get namespaces --request-timeout=20s >/dev/null || lack "the cluster of KUBECONFIG=$KUBECONFIG does not answer"
+  said=$(kubectl get namespaces --request-timeout=20s 2>&1 >/dev/null) ||
+    lack "the cluster of KUBECONFIG=$KUBECONFIG does not answer: ${said##*$'\n'}"
   [ -n "${E2E_VALUES:-}" ] || lack "a cluster of yours needs our images. make images builds them, your registry gives them to it, and \
 Helm values name them: E2E_VALUES=values.yaml with images.operator, images.router and images.runtime (repository and tag), as in \
 e2e/values-kind.yaml. Pods fetch the demo model from PyPI, unless PIP_INDEX_URL in the image says another index"

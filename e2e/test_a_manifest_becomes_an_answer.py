@@ -97,7 +97,7 @@ def test_an_edit_replaces_pods_without_losing_an_answer(service: Service, placed
     revision = service.seen()["status"]["revision"]
     with service.address() as address:
         expected = undisturbed(lambda prompt: ask(address, prompt, max_tokens=LONG), 3)
-        with traffic(lambda prompt: ask(address, prompt, max_tokens=LONG), 3, list(expected)) as running:
+        with traffic(lambda prompt: ask(address, prompt, max_tokens=LONG), 2, list(expected)) as running:
             service.apply(**placed, engine={"maxModelLen": 1024})
             wait_for(
                 lambda: service.seen()["status"].get("revision") != revision and service.is_ready(),
