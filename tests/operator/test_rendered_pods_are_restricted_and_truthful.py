@@ -136,6 +136,8 @@ def test_the_router_holds_no_kv_key_and_engines_no_token() -> None:
     assert files == {role: {"http", "state", "hash"} | ({"kv"} if role != "router" else set()) for role in ROLES}
     projected = {role: [v for v in pod_of(made, role)["volumes"] if "projected" in v] for role in ROLES}
     assert {role: len(found) for role, found in projected.items()} == {"prefill": 0, "decode": 0, "router": 1}
+    token = projected["router"][0]["projected"]["sources"][0]["serviceAccountToken"]
+    assert token["expirationSeconds"] <= 3600
     assert pod_of(made, "router")["serviceAccountName"] == "kvferry-router"
     assert pod_of(made, "decode")["serviceAccountName"] == "demo-engine"
     mounts = {mount["mountPath"]: mount["name"] for mount in container_of(made, "router")["volumeMounts"]}

@@ -69,6 +69,8 @@ def test_the_pod_is_restricted(rendered: Rendered) -> None:
     container = rendered.pod["containers"][0]
     assert {"livenessProbe", "readinessProbe", "startupProbe"} <= container.keys()
     assert container["resources"]["limits"]["memory"]
+    (token,) = [volume["projected"]["sources"] for volume in rendered.pod["volumes"] if "projected" in volume]
+    assert token[0]["serviceAccountToken"]["expirationSeconds"] <= 3600
 
 
 def rights(roles: list[Object]) -> Rights:
