@@ -16,7 +16,7 @@ from tests.operator.cluster import DEMO, SETTINGS, container_of, make_objects, p
 from tests.operator.pod_security import beyond, violations
 
 ROLES = ("prefill", "decode", "router")
-ROUTER_ENDS_S = 15.0  # from its SIGTERM, at most
+ENDS_S = 10.0  # for a process's own end, once it has drained
 MANIFESTS: dict[str, dict[str, Any]] = {
     "toy": {},
     "demo": {"spec__model__source": DEMO, "metadata__name": "a" * 63},
@@ -281,9 +281,9 @@ def test_pods_leave_in_order() -> None:
         spec = pod_of(make_objects(), role)
         linger = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
         args = spec["containers"][0]["args"]
-        drains = float(args[args.index("--drain") + 1]) if role != "router" else ROUTER_ENDS_S
+        drains = float(args[args.index("--drain") + 1])
         assert linger > 0
-        assert linger + drains < spec["terminationGracePeriodSeconds"]
+        assert linger + drains + ENDS_S <= spec["terminationGracePeriodSeconds"]
         assert spec["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
 
 
