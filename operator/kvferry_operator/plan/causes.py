@@ -190,7 +190,7 @@ def _was_not_ready_yet(pod: Object, running: Object) -> bool:
     The kubelet tells of a start before it tells of readiness: each start looks for a moment like a probe that fails.
     """
     began, since = running.get("startedAt"), _condition(pod["status"], "Ready").get("lastTransitionTime")
-    return bool(began and since) and since <= began  # both RFC 3339 in UTC to the second
+    return bool(began and since and since <= began)  # both RFC 3339 in UTC to the second
 
 
 def _creating(pod: Object, container: str, reason: str) -> Cause | None:
