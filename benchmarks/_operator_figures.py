@@ -6,6 +6,7 @@ nodes, so no pod starts; what is measured ends with the objects that the operato
 Needs kube-apiserver, etcd and kubectl: `make test-tools`, or KUBEBUILDER_ASSETS. Prints one table:
 
 - services applied to all objects written: from the first `kubectl apply` of so many services to the last one's status;
+- calls and CPU seconds for each service;
 - calls of the API per minute at rest, the Lease's and the watches' apart;
 - memory (RSS) with 1 service and with all of them, after start and after the work;
 - failover after SIGTERM and after kill -9, until the other operator has made a change;
@@ -26,6 +27,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -49,6 +52,7 @@ DRIFTS = (
     ("PodDisruptionBudget", "policy/v1", "-decode"),
     ("NetworkPolicy", "networking.k8s.io/v1", "-deny"),
 )
+SERVERS = ("kube-apiserver", "etcd")
 CALLS = "kvferry:operator_api_calls_total"
 WATCHES = "kvferry:operator_watch_requests_total"
 
@@ -85,7 +89,7 @@ def apply_all(services: Sequence[Service]) -> None:
 
 def measure_apply(figures: Figures, process: OperatorProcess, services: Sequence[Service], name: str) -> None:
     """Many services at once, until each one's status says that its objects were written."""
-    before, begun = process.metrics(), time.monotonic()
+    before, used, begun = process.metrics(), cpu_used(process), time.monotonic()
     apply_all(services)
     applied = time.monotonic() - begun
     left = list(services)
@@ -102,7 +106,22 @@ def measure_apply(figures: Figures, process: OperatorProcess, services: Sequence
     writes = total(after, CALLS, 'verb="P') - total(before, CALLS, 'verb="P')
     figures.add(f"{name}: applied to all objects written", seconds, "s", f"users' own writes {applied:.1f} s")
     figures.add(f"{name}: a service", 1000 * seconds / len(services), "ms")
-    figures.add(f"{name}: writes for each service", writes / len(services), "calls")
+    looks = total(after, CALLS, 'verb="GET') - total(before, CALLS, 'verb="GET')
+    figures.add(
+        f"{name}: writes for each service", writes / len(services), "calls", f"{looks / len(services):.3g} looks"
+    )
+    for who, seconds in cpu_used(process).items():
+        figures.add(f"{name}: CPU of {who} for each service", 1000 * (seconds - used[who]) / len(services), "ms")
+
+
+def cpu_used(process: OperatorProcess) -> dict[str, float]:
+    """Seconds of CPU that the operator and the servers around it have used: what a loaded machine does not change."""
+    used = {"the operator": process.cpu_s()}
+    for child in psutil.Process().children():
+        if child.name() in SERVERS:
+            times = child.cpu_times()
+            used[child.name()] = times.user + times.system
+    return used
 
 
 def rest(process: OperatorProcess) -> None:

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from kvferry_operator.api.service import API_VERSION, KIND
-from kvferry_operator.plan.manifests.meta import COMPONENT, Object
+from kvferry_operator.plan.manifests.meta import COMPONENT, INSTANCE, Object
 from tests.apiserver.operator.controllers import Controllers
 from tests.operator.manifests import make_manifest
 from tests.support.api_server import ApiServer
@@ -69,7 +69,8 @@ class Service:
         (found,) = [
             child
             for (kind, _), child in self.controllers.objects().items()
-            if kind == "Deployment" and child["metadata"]["labels"][COMPONENT] == role
+            if kind == "Deployment"
+            and (child["metadata"]["labels"][COMPONENT], child["metadata"]["labels"][INSTANCE]) == (role, self.name)
         ]
         return found
 
