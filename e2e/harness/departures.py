@@ -15,7 +15,7 @@ from e2e.harness.kubectl import Object
 from e2e.harness.service import Service
 from e2e.harness.waiting import wait_for
 
-# From the word that a pod terminates until it gets nothing new: well within a second, but on a machine that is overloaded.
+# From the word that a pod terminates until it gets nothing new: a second, and more on a machine that is overloaded.
 UNREADY_S = 3.0
 
 
