@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvferry_runtime.exec.kv_memory import KVMemory
+from kvferry_runtime.layers.kernels import TORCH_KERNELS, Kernels
 from kvferry_runtime.model.config import ModelConfig
 
 
@@ -107,8 +108,8 @@ class AttentionBackend(Protocol):
 class BackendEntry:
     """A registered back end: how to make it, and whether it can serve a model."""
 
-    make: Callable[[ModelConfig], AttentionBackend]
-    supports: Callable[[ModelConfig, torch.device, torch.dtype], str]  # "" or the reason why not
+    make: Callable[[ModelConfig, Kernels], AttentionBackend]
+    supports: Callable[[ModelConfig, torch.device, torch.dtype, Kernels], str]  # "" or the reason why not
 
 
 _REGISTRY: dict[str, BackendEntry] = {}
@@ -121,33 +122,42 @@ def register(name: str, entry: BackendEntry) -> None:
     _REGISTRY[name] = entry
 
 
-def reasons(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+def reasons(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, kernels: Kernels = TORCH_KERNELS
+) -> dict[str, str]:
     """Each back end's name with "ok" or the reason why it cannot serve the model; in order of preference."""
     _load_builtin()
-    return {name: entry.supports(config, device, dtype) or "ok" for name, entry in _REGISTRY.items()}
+    return {name: entry.supports(config, device, dtype, kernels) or "ok" for name, entry in _REGISTRY.items()}
 
 
 def make_backend(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str = "auto"
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str = "auto",
+    kernels: Kernels = TORCH_KERNELS,
 ) -> tuple[str, AttentionBackend]:
     """The back end of this name, or with ``auto`` the first one that can serve the model.
+
+    Args:
+        kernels: the operators that the engine was given; ``native`` needs those in C++.
 
     Raises:
         ValueError: no such back end, or it cannot serve the model; the message holds its reason.
     """
-    answers = reasons(config, device, dtype)
+    answers = reasons(config, device, dtype, kernels)
     if name != "auto" and name not in answers:
         raise ValueError(f"attention back end: {name!r} given; accepted: auto, {', '.join(answers)}")
     for candidate in answers if name == "auto" else (name,):
         if answers[candidate] == "ok":
-            return candidate, _REGISTRY[candidate].make(config)
+            return candidate, _REGISTRY[candidate].make(config, kernels)
     listed = "; ".join(f"{key}: {reason}" for key, reason in answers.items())
     raise ValueError(f"attention back end: {name!r} cannot serve this model ({listed})")
 
 
 def _load_builtin() -> None:
-    from kvferry_runtime.attention import reference, torch_backend
+    from kvferry_runtime.attention import native_backend, reference, torch_backend
 
-    for module in (torch_backend, reference):
+    for module in (native_backend, torch_backend, reference):
         if module.NAME not in _REGISTRY:
             register(module.NAME, BackendEntry(make=module.make, supports=module.supports))

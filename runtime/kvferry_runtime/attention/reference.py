@@ -5,20 +5,21 @@ from torch import Tensor
 
 from kvferry_runtime.attention.backend import AttentionBatch
 from kvferry_runtime.exec.kv_memory import KVMemory
+from kvferry_runtime.layers.kernels import TORCH_KERNELS, Kernels
 from kvferry_runtime.model.config import ModelConfig
 
 NAME = "reference"
 
 
-def supports(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
+def supports(config: ModelConfig, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> str:
     """Serves every full-attention model in floating point; slowly."""
-    del config, device
+    del config, device, kernels
     return "" if dtype.is_floating_point else f"computes in floating point, not {dtype}"
 
 
-def make(config: ModelConfig) -> "ReferenceAttention":
+def make(config: ModelConfig, kernels: Kernels = TORCH_KERNELS) -> "ReferenceAttention":
     """The back end for a model."""
-    del config
+    del config, kernels
     return ReferenceAttention()
 
 

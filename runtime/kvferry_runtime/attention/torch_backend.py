@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvferry_runtime.attention.backend import AttentionBatch
 from kvferry_runtime.exec.kv_memory import KVMemory
+from kvferry_runtime.layers.kernels import TORCH_KERNELS, Kernels
 from kvferry_runtime.model.config import ModelConfig
 
 NAME = "torch"
@@ -27,14 +28,15 @@ _WASTE = 0.25  # of a group's gathered slots that may be padding
 _QUERY_CHUNK = 512  # queries of one row attended at once where a mask is needed
 
 
-def supports(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
+def supports(config: ModelConfig, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> str:
     """Serves every full-attention model in floating point."""
-    del config, device
+    del config, device, kernels
     return "" if dtype.is_floating_point else f"computes in floating point, not {dtype}"
 
 
-def make(config: ModelConfig) -> "TorchAttention":
+def make(config: ModelConfig, kernels: Kernels = TORCH_KERNELS) -> "TorchAttention":
     """The back end for a model."""
+    del kernels
     return TorchAttention(config.heads)
 
 

@@ -110,4 +110,4 @@ def _attention_backends(loaded: LoadedModel) -> dict[str, str]:
     """Each back end with "ok" or why not; empty for a model that uses none (the toy)."""
     if not loaded.attention:
         return {}
-    return attention_reasons(loaded.config, torch.device("cpu"), TORCH_DTYPES[loaded.dtype])
+    return attention_reasons(loaded.config, torch.device("cpu"), TORCH_DTYPES[loaded.dtype], loaded.kernels)

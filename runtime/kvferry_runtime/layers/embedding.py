@@ -3,7 +3,7 @@
 A small tied weight is kept twice, as rows to read and in oneDNN's packed form to multiply with: the product with all
 tokens is a fifth of a small model's step. A large one is kept once, in the form that multiplies fastest:
 ``transposed`` keeps [panels, hidden, columns], in which a token is a column, so that reading one token costs a strided
-copy of ``hidden`` values.
+copy of ``hidden`` values. So does ``native``, whatever the size: its products are no faster with a second copy.
 """
 
 from typing import Protocol
@@ -11,6 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvferry_kernels.linear import native
+from kvferry_kernels.native.library import NativeLibrary
+from kvferry_runtime.layers.kernels import TORCH_KERNELS, Kernels
 from kvferry_runtime.layers.linear import PANEL_COLUMNS, LinearKind, PackedLinear, packed_reason
 
 # A tied weight of at most this many bytes may be kept twice; it is part of the 300 MiB that an engine process may take
@@ -86,8 +89,26 @@ class TransposedEmbedding:
         return by_panel.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self._vocab]
 
 
-def make_embedding(weight: Tensor, kind: LinearKind, *, tied: bool) -> Embedding:
+class NativeEmbedding:
+    """Panels of our own C++ operators, for both."""
+
+    def __init__(self, weight: Tensor, library: NativeLibrary) -> None:
+        self._library = library
+        self._weight = native.PackedWeight(library, weight)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """See ``Embedding``."""
+        return native.rows(self._library, self._weight, token_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Embedding``."""
+        return native.linear(self._library, hidden, self._weight)
+
+
+def make_embedding(weight: Tensor, kind: LinearKind, kernels: Kernels = TORCH_KERNELS, *, tied: bool) -> Embedding:
     """An embedding that owns ``weight``. One that is only read stays row-major."""
+    if kind == "native" and kernels.library is not None and tied:
+        return NativeEmbedding(weight, kernels.library)
     packable = kind != "plain" and not packed_reason(weight.device.type, weight.dtype)
     if tied and packable and weight.nbytes <= TWICE_BYTES:
         return PackedHeadEmbedding(weight)

@@ -2,6 +2,7 @@
 
 A layer owns its weight in one form only; the row-major original is given up. The forms, and when each is chosen:
 
+- ``native``: panels that our own C++ operators read. float32, where those operators are used at all.
 - ``packed``: oneDNN's blocked layout. bfloat16, and float32 on CPUs where MKL is slow (all but Intel's).
 - ``transposed``: W^T in panels of columns, multiplied by MKL. float32 on Intel CPUs: at 1 row as fast as ``plain``, at
   8 to 32 rows 1.3 to 1.5 times as fast; ``packed`` loses a quarter at 1 row there.
@@ -17,7 +18,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-LinearKind = Literal["plain", "packed", "transposed"]
+from kvferry_kernels.linear.native import PackedWeight, linear
+from kvferry_kernels.native.library import NativeLibrary
+from kvferry_runtime.layers.kernels import TORCH_KERNELS, Kernels
+
+LinearKind = Literal["plain", "packed", "transposed", "native"]
 
 # oneDNN chooses a blocked layout for a batch of about this many rows.
 _PACK_ROWS = 32
@@ -100,7 +105,24 @@ class PackedLinear:
         return self._nbytes
 
 
-_CLASSES: dict[LinearKind, type[PlainLinear] | type[TransposedLinear] | type[PackedLinear]] = {
+class NativeLinear:
+    """Panels of our own C++ operators."""
+
+    def __init__(self, weight: Tensor, library: NativeLibrary) -> None:
+        self._library = library
+        self._weight = PackedWeight(library, weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return linear(self._library, x, self._weight)
+
+    @property
+    def nbytes(self) -> int:
+        """See ``Linear``; the padding of the last panel included."""
+        return self._weight.nbytes
+
+
+_TORCH_CLASSES: dict[LinearKind, type[PlainLinear] | type[TransposedLinear] | type[PackedLinear]] = {
     "plain": PlainLinear,
     "transposed": TransposedLinear,
     "packed": PackedLinear,
@@ -127,8 +149,10 @@ def packed_reason(device_type: str, dtype: torch.dtype) -> str:
 
 
 @cache
-def choose_linear(device_type: str, dtype: torch.dtype) -> tuple[LinearKind, str]:
+def choose_linear(device_type: str, dtype: torch.dtype, kernels: Kernels = TORCH_KERNELS) -> tuple[LinearKind, str]:
     """The form for a model's weights, and why."""
+    if kernels.library is not None:
+        return "native", "our own C++ operators"
     packed = packed_reason(device_type, dtype)
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]  # torch's gap
     if device_type == "cpu" and dtype == torch.float32 and has_mkl and _intel():
@@ -138,9 +162,16 @@ def choose_linear(device_type: str, dtype: torch.dtype) -> tuple[LinearKind, str
     return "plain", packed
 
 
-def make_linear(weight: Tensor, kind: LinearKind) -> Linear:
-    """A layer that owns ``weight`` [out_features, in_features]; the caller gives up its reference."""
-    return _CLASSES[kind](weight)
+def make_linear(weight: Tensor, kind: LinearKind, kernels: Kernels = TORCH_KERNELS) -> Linear:
+    """A layer that owns ``weight`` [out_features, in_features]; the caller gives up its reference.
+
+    Raises ``ValueError`` where ``native`` is asked for without the C++ operators.
+    """
+    if kind != "native":
+        return _TORCH_CLASSES[kind](weight)
+    if kernels.library is None:
+        raise ValueError(f"native weights need the C++ operators: {kernels.reason}")
+    return NativeLinear(weight, kernels.library)
 
 
 @cache

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from kvferry_runtime.attention.backend import make_backend
+from kvferry_runtime.layers.kernels import TORCH_KERNELS, Kernels, choose_kernels
 from kvferry_runtime.layers.linear import choose_linear, cpu_flags
 from kvferry_runtime.model.config import ModelConfig
 from kvferry_runtime.model.errors import ModelError
@@ -30,7 +31,8 @@ class LoadedModel:
     folder: ModelFolder  # its files; `folder.digest` names the model in the compat hash
     dtype: str  # of weights and KV: "float32" or "bfloat16"; "int64" for the toy
     attention: str  # name of the attention back end; "" for the toy
-    reasons: tuple[str, ...]  # why this dtype, this form of weights and this attention back end
+    reasons: tuple[str, ...]  # why this dtype, these operators, this form of weights and this attention back end
+    kernels: Kernels = TORCH_KERNELS  # whose operators compute
 
 
 def load_model(source: str | Path | ModelFolder, dtype: str = "auto", *, attention: str = "auto") -> LoadedModel:
@@ -56,9 +58,10 @@ def load_model(source: str | Path | ModelFolder, dtype: str = "auto", *, attenti
             reasons=("dtype int64: the toy model",),
         )
     name, dtype_reason = choose_dtype(dtype)
-    kind, linear_reason = choose_linear("cpu", _DTYPES[name])
     try:
-        backend_name, backend = make_backend(folder.config, torch.device("cpu"), _DTYPES[name], attention)
+        kernels = choose_kernels(_DTYPES[name])
+        kind, linear_reason = choose_linear("cpu", _DTYPES[name], kernels)
+        backend_name, backend = make_backend(folder.config, torch.device("cpu"), _DTYPES[name], attention, kernels)
     except ValueError as error:
         raise ModelError(str(error)) from error
     weights: WeightSource = (
@@ -66,14 +69,20 @@ def load_model(source: str | Path | ModelFolder, dtype: str = "auto", *, attenti
         if folder.gguf is not None
         else SafetensorsWeights(folder.path, folder.tensors)
     )
-    model = LlamaModel(folder.config, weights, dtype=_DTYPES[name], kind=kind, attention=backend)
+    model = LlamaModel(folder.config, weights, dtype=_DTYPES[name], kind=kind, attention=backend, kernels=kernels)
     return LoadedModel(
         model=model,
         config=folder.config,
         folder=folder,
         dtype=name,
         attention=backend_name,
-        reasons=(dtype_reason, f"weights {kind}: {linear_reason}", f"attention {backend_name}"),
+        reasons=(
+            dtype_reason,
+            f"operators {kernels.name}: {kernels.reason}",
+            f"weights {kind}: {linear_reason}",
+            f"attention {backend_name}",
+        ),
+        kernels=kernels,
     )
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry_runtime.attention import reference, torch_backend
+from kvferry_runtime.attention import native_backend, reference, torch_backend
 from kvferry_runtime.attention.backend import AttentionBackend, AttentionBatch, make_backend, reasons
 from kvferry_runtime.exec.kv_memory import KVMemory
+from kvferry_runtime.layers.kernels import choose_kernels
 from kvferry_runtime.model.config import ModelConfig
 from kvferry_runtime.model.toy_spec import ToySpec
 from kvferry_wire.layout import KVGroup
@@ -65,6 +66,20 @@ def test_torch_back_end_equals_the_twin(rows: Sequence[Row], shape: tuple[int, i
     torch.testing.assert_close(memory, expected_memory, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("rows", [DECODES, MIXED], ids=str)
+@pytest.mark.parametrize("shape", [(4, 2, 8), (9, 3, 64), (5, 1, 6)], ids=str)
+@pytest.mark.parametrize("block_size", [16, 7])
+def test_native_back_end_equals_the_twin(rows: Sequence[Row], shape: tuple[int, int, int], block_size: int) -> None:
+    """The C++ operators behind the same interface: outputs and memory, zero tails of open blocks included."""
+    kernels = choose_kernels(torch.float32, env={})
+    if kernels.library is None:
+        pytest.skip(kernels.reason)
+    out, memory = attend(native_backend.make(_config(shape), kernels), rows, shape, block_size, torch.float32)
+    expected, expected_memory = attend(reference.make(_config(shape)), rows, shape, block_size, torch.float32)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=1e-4)
+    torch.testing.assert_close(memory, expected_memory, atol=0, rtol=0, equal_nan=True)
+
+
 def test_bfloat16_equals_the_twin_within_its_precision() -> None:
     """The same code serves bfloat16 caches."""
     shape = (6, 2, 32)
@@ -94,11 +109,13 @@ def test_groups_stay_under_their_bytes() -> None:
 
 def test_a_back_end_that_cannot_serve_says_why() -> None:
     """Integers are no attention; the reason is in the table and in the error."""
-    assert reasons(CONFIG, torch.device("cpu"), torch.float32) == {"torch": "ok", "reference": "ok"}
+    without = {"native": "torch's operators were asked for", "torch": "ok", "reference": "ok"}
+    assert reasons(CONFIG, torch.device("cpu"), torch.float32) == without
+    assert "not bfloat16" in reasons(CONFIG, torch.device("cpu"), torch.bfloat16)["native"]
     assert "int64" in reasons(CONFIG, torch.device("cpu"), torch.int64)["torch"]
     with pytest.raises(ValueError, match="floating point"):
         make_backend(CONFIG, torch.device("cpu"), torch.int64)
-    with pytest.raises(ValueError, match="accepted: auto, torch, reference"):
+    with pytest.raises(ValueError, match="accepted: auto, native, torch, reference"):
         make_backend(CONFIG, torch.device("cpu"), torch.float32, "cuda")
 
 

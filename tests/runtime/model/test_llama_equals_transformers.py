@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvferry_kernels.native.provide import Provided
+from kvferry_runtime.layers import kernels
+from kvferry_runtime.layers.kernels import choose_kernels
+from kvferry_runtime.model.errors import ModelError
 from kvferry_runtime.model.folder import open_folder
 from kvferry_runtime.model.loader import LoadedModel, load_model
 from kvferry_runtime.model.text import load_text_bundle
@@ -18,13 +22,28 @@ from tests.support.reference import Reference, reference_for
 TOLERANCE = 1e-3
 
 
+@pytest.fixture(params=["native", "torch"])
+def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose operators compute: each test that names them runs with ours and with torch's."""
+    use_operators(request.param, monkeypatch)
+    return str(request.param)
+
+
+def use_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips where ours cannot be had."""
+    reason = choose_kernels(torch.float32, env={}).reason
+    if name == "native" and choose_kernels(torch.float32, env={}).library is None:
+        pytest.skip(reason)
+    monkeypatch.setenv("KVFERRY_KERNELS", name)
+
+
 def make_ids(spec_vocab: int, length: int, seed: int = 0) -> list[int]:
     source = random.Random(seed)
     return [source.randrange(spec_vocab) for _ in range(length)]
 
 
 @pytest.mark.parametrize("spec", TINY_LLAMAS, ids=lambda spec: spec.name)
-def test_logits_equal_on_odd_shapes(spec: TinyLlama, tmp_path: Path) -> None:
+def test_logits_equal_on_odd_shapes(spec: TinyLlama, tmp_path: Path, operators: str) -> None:
     """Odd vocabularies, head counts, head sizes, tied and untied, all kinds of rotary scaling."""
     path = make_checkpoint(tmp_path, spec)
     ids = make_ids(spec.vocab, 150)
@@ -34,7 +53,7 @@ def test_logits_equal_on_odd_shapes(spec: TinyLlama, tmp_path: Path) -> None:
         torch.testing.assert_close(PagedRun(model).logits(ids, chunks), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_greedy_answers_pass_the_oracle(tmp_path: Path) -> None:
+def test_greedy_answers_pass_the_oracle(tmp_path: Path, operators: str) -> None:
     """Sequences decoded in one batch, each on its own scattered blocks, are what the reference picks."""
     path = make_checkpoint(tmp_path)
     reference = Reference(path)
@@ -98,6 +117,75 @@ def test_rotary_scaling_changes_the_model(tmp_path: Path) -> None:
         for name, spec in (("plain", plain), ("scaled", TinyLlama(rope=LLAMA3_ROPE)))
     ]
     assert not torch.allclose(*logits, atol=1e-2)
+
+
+@pytest.mark.parametrize("spec", TINY_LLAMAS[:3], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("attention", ["torch", "native"])
+def test_operators_can_be_mixed(
+    spec: TinyLlama, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our products under torch's attention, operator by operator; and both, which is one call a step."""
+    use_operators("native", monkeypatch)
+    path = make_checkpoint(tmp_path, spec)
+    ids = make_ids(spec.vocab, 70)
+    loaded = load_model(path, "float32", attention=attention)
+    assert (loaded.kernels.name, loaded.attention) == ("native", attention)
+    got = PagedRun(loaded.model).logits(ids, (3, 1, 40))
+    torch.testing.assert_close(got, Reference(path).logits(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_kv_of_one_is_read_by_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill with torch's operators and decode with ours, and the other way round: the layout is one."""
+    path = make_checkpoint(tmp_path)
+    ids = make_ids(263, 60)
+    expected = Reference(path).logits(ids)
+    models = {}
+    for name in ("torch", "native"):
+        use_operators(name, monkeypatch)
+        models[name] = load_model(path, "float32").model
+    for first, second in (("torch", "native"), ("native", "torch")):
+        run = PagedRun(models[first])
+        sequence = run.sequence(ids)
+        parts = run.step([(sequence, 45)])
+        run.model = models[second]
+        parts += [run.step([(sequence, 1)])[0] for _ in range(15)]
+        torch.testing.assert_close(models[second].logits(torch.cat(parts)), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_our_logits_are_the_same_bits_however_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's scores do not depend on chunks or on what is computed beside it, to the last bit."""
+    use_operators("native", monkeypatch)
+    model = load_model(make_checkpoint(tmp_path), "float32").model
+    ids = make_ids(263, 80)
+    whole = PagedRun(model).logits(ids)
+    assert torch.equal(PagedRun(model, seed=5).logits(ids, (1,) * 79), whole)
+    run = PagedRun(model, seed=6)
+    sequence, others = run.sequence(ids), [run.sequence(make_ids(263, 80, seed=seed)) for seed in (1, 2, 3)]
+    parts = [run.step([(others[0], 2), (sequence, 4), *((other, 1) for other in others[1:])])[1] for _ in range(20)]
+    assert torch.equal(torch.cat([model.logits(part) for part in parts]), whole)
+
+
+def test_without_a_compiler_torch_computes_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library: the same model, and the reason among those that the start-up line shows."""
+    monkeypatch.delenv("KVFERRY_KERNELS", raising=False)
+    monkeypatch.setattr(kernels, "_provided", lambda: Provided(None, "no C++ compiler (c++) was found"))
+    loaded = load_model(make_checkpoint(tmp_path), "float32")
+    assert loaded.attention == "torch"
+    assert "operators torch: no C++ compiler (c++) was found" in loaded.reasons
+    monkeypatch.setenv("KVFERRY_KERNELS", "native")
+    with pytest.raises(ModelError, match=r"KVFERRY_KERNELS: native given.*no C"):
+        load_model(make_checkpoint(tmp_path / "again"), "float32")
+    monkeypatch.setenv("KVFERRY_KERNELS", "fast")
+    with pytest.raises(ModelError, match="'fast' given; one of auto, native, torch is accepted"):
+        load_model(make_checkpoint(tmp_path / "wrong"), "float32")
+
+
+def test_bfloat16_is_torchs_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our operators compute in float32."""
+    monkeypatch.delenv("KVFERRY_KERNELS", raising=False)
+    loaded = load_model(make_checkpoint(tmp_path), "bfloat16")
+    assert loaded.kernels.name == "torch"
+    assert "operators torch: the C++ operators compute in float32, not bfloat16" in loaded.reasons
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""All layers of a Llama decoder for one step."""

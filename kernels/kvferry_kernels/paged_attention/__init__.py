@@ -1,0 +1,1 @@
+"""Causal attention of a step's queries through block tables."""

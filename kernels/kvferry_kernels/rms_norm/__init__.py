@@ -1,0 +1,1 @@
+"""Root mean square normalization (arXiv:1910.07467)."""
