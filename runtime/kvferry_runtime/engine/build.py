@@ -10,7 +10,7 @@ from kvferry_runtime.attention.backend import reasons as attention_reasons
 from kvferry_runtime.core.config import CoreConfig
 from kvferry_runtime.core.engine import EngineCore
 from kvferry_runtime.engine.messages import EngineConfig, Ready
-from kvferry_runtime.engine.sizing import available_memory, size_kv
+from kvferry_runtime.engine.sizing import KVSize, available_memory, size_kv
 from kvferry_runtime.exec.budget import default_token_budget
 from kvferry_runtime.exec.kv_memory import TORCH_DTYPES, KVMemory
 from kvferry_runtime.exec.runner import ModelRunner
@@ -56,25 +56,8 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     memory = KVMemory(groups, config.block_size, size.blocks + 1)
     budget = config.token_budget or max(config.max_running, default_token_budget(loaded.config, config.threads))
     budget_why = "--token-budget" if config.token_budget else f"half a second of {config.threads} threads"
+    core = EngineCore(_core_config(config, size, budget, loaded.config.vocab_size))
     keys = config.keys
-    # Without keys no hash and no digest leaves the process: any will do.
-    hash_key = keys.hash if keys is not None else secrets.token_bytes(32)
-    kv_key = keys.kv if keys is not None and keys.kv is not None else secrets.token_bytes(32)
-    core = EngineCore(
-        CoreConfig(
-            block_size=config.block_size,
-            blocks=size.blocks + 1,
-            token_budget=budget,
-            max_running=config.max_running,
-            max_model_len=size.max_model_len,
-            hash_key=hash_key,
-            kv_key=kv_key,
-            epoch=EPOCH,
-            limits=config.limits,
-            prefix_caching=config.prefix_caching,
-            vocab_size=loaded.config.vocab_size,
-        )
-    )
     compat = CompatFields(
         protocol_version=PROTOCOL_VERSION,
         model_digest=config.model_digest,
@@ -104,6 +87,26 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         load_s=time.monotonic() - started,
     )
     return BuiltEngine(core=core, runner=ModelRunner(loaded.model, memory), memory=memory, ready=ready, compat=compat)
+
+
+def _core_config(config: EngineConfig, size: KVSize, budget: int, vocab_size: int) -> CoreConfig:
+    keys = config.keys
+    # Without keys no hash and no digest leaves the process: any will do.
+    hash_key = keys.hash if keys is not None else secrets.token_bytes(32)
+    kv_key = keys.kv if keys is not None and keys.kv is not None else secrets.token_bytes(32)
+    return CoreConfig(
+        block_size=config.block_size,
+        blocks=size.blocks + 1,
+        token_budget=budget,
+        max_running=config.max_running,
+        max_model_len=size.max_model_len,
+        hash_key=hash_key,
+        kv_key=kv_key,
+        epoch=EPOCH,
+        limits=config.limits,
+        prefix_caching=config.prefix_caching,
+        vocab_size=vocab_size,
+    )
 
 
 def _attention_backends(loaded: LoadedModel) -> dict[str, str]:
