@@ -80,7 +80,7 @@ def retried_leg_starts_from_the_prompt() -> Iterator[None]:
         yield
 
 
-@bug("late", "wrong_token", "false_end", "order", report="vllm-project/vllm#51637")
+@bug("late", "given_up", "wrong_token", "false_end", "order", report="vllm-project/vllm#51637")
 def frames_of_an_abandoned_leg_count() -> Iterator[None]:
     """What a leg says after the router gave it up is passed on beside its successor's answer."""
     with patch.object(Attempts, "is_open", lambda self, number: self.open is not None):
