@@ -1,6 +1,6 @@
 """The toy model's text side: one id per byte, then bos, eos and words that no text encodes to. No torch."""
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from kvferry_runtime.model.toy_spec import BOS_TOKEN, BYTE_TOKENS, EOS_TOKEN, ToySpec
 from kvferry_wire.pod import TextBundle
@@ -25,7 +25,13 @@ def toy_text(spec: ToySpec) -> TextBundle:
     vocab |= {BOS_TOKEN: spec.bos_token_id, EOS_TOKEN: spec.eos_token_id}
     vocab |= {f"Ġw{token_id}": token_id for token_id in range(BYTE_TOKENS + 2, spec.vocab)}
     tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # A character is a word: the tokenizer remembers 10,000 words, which would be as many whole prompts.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("(?m)."), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in (BOS_TOKEN, EOS_TOKEN)]

@@ -183,6 +183,14 @@ def test_known_pre_tokenizers_lose_nothing(pre: str, tmp_path: Path) -> None:
         assert got == prompt if pre != "qwen2" else True
 
 
+def test_the_toys_tokenizer_remembers_no_prompt() -> None:
+    """It keeps words that it has seen; a word of the toy is one character, whatever the prompt."""
+    tokenizer = Tokenizer.from_str(load_text_bundle(open_folder("toy")).tokenizer_json.decode())
+    for prompt in ("abc  def\n\r\ngh", "naïve 🙂", "", "\x00\x7f"):
+        pieces = tokenizer.pre_tokenizer.pre_tokenize_str(prompt)
+        assert [prompt[begin:end] for _, (begin, end) in pieces] == list(prompt)
+
+
 def test_the_toys_ids_are_bytes() -> None:
     """A byte is its own id, so that any text and any answer is easy to read in a test."""
     bundle = load_text_bundle(open_folder("toy:vocab=300"))
