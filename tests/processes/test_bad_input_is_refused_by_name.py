@@ -18,6 +18,8 @@ from tests.support.service import ENGINE_PODS, Pod, Service
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 AT_ONCE_S = 1.0
+# What an error may not tell a client: addresses of memory, places of files, our own sources.
+LEAK = re.compile(r"0x[0-9a-f]{6,}|Traceback|\.py\b|/(home|root|usr|opt|tmp|dev|var|proc|run)/|kvferry_\w+")
 TARGETS = pytest.mark.parametrize("target", ["router", "decode-0"])
 
 
@@ -48,7 +50,7 @@ def check_error(bad: BadInput, status: int, document: Any) -> None:
     assert len(error["message"]) < 3000, told
     assert (error["param"] or "").startswith(bad.param), told
     assert bool(error["param"]) == bool(bad.param), told
-    assert "Traceback" not in error["message"], told
+    assert not LEAK.search(error["message"]), told
 
 
 @TARGETS

@@ -201,6 +201,17 @@ def test_a_rollback_to_older_crds_hides_what_they_do_not_know(cluster: Cluster, 
     wait_for(lambda: shown() == made["spec"]["transfer"], "the newer CRD to be served")
 
 
+def test_crds_that_the_chart_no_longer_installs_stay(cluster: Cluster) -> None:
+    """Handed over to whoever applies them by hand from then on: no service goes with them."""
+    cluster.install()
+    made = cluster.apply_service()
+    cluster.run("upgrade", RELEASE, crds={"install": False})
+    assert cluster.crd() is not None
+    found = cluster.service()
+    assert found is not None
+    assert found["metadata"]["uid"] == made["metadata"]["uid"]
+
+
 def test_crds_by_hand_can_be_upgraded_by_hand(cluster: Cluster, tmp_path: Path) -> None:
     """The command that the chart's README tells, over CRDs that an earlier release applied in another way."""
     older = edited(tmp_path, lambda spec: spec.pop("transfer"))
