@@ -191,6 +191,31 @@ RULES: tuple[Bad, ...] = (
         "accepts at least maxRunning",
         spec__decode__engine={"tokenBudget": 4, "maxRunning": 8},
     ),
+    _bad(
+        "spec.prefill.engine.tokenBudget",
+        "accepts at least maxRunning of spec.engine",
+        spec__engine={"maxRunning": 8},
+        spec__prefill__engine={"tokenBudget": 4},
+    ),
+    _bad(
+        "spec.decode.engine.maxRunning",
+        "accepts at most tokenBudget of spec.engine",
+        spec__prefill=...,
+        spec__engine={"tokenBudget": 8},
+        spec__decode__engine={"maxRunning": 9},
+    ),
+    _bad(
+        "spec.prefill.engine.maxRunning",
+        "accepts at most tokenBudget of spec.engine",
+        spec__engine={"tokenBudget": 8},
+        spec__prefill__engine={"maxRunning": 9},
+    ),
+    _bad(
+        "spec.decode.engine.tokenBudget",
+        "accepts at least maxRunning of spec.engine",
+        spec__engine={"maxRunning": 8},
+        spec__decode__engine={"tokenBudget": 4},
+    ),
     _bad("spec.router.apiKeys", "missing; auth apiKeys (the default) needs it", spec__router={"port": 8000}),
     _bad(
         "spec.router.apiKeys",

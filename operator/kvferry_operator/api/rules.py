@@ -34,6 +34,25 @@ def _equal(field: str, default: str) -> Rule:
     )
 
 
+def _batch(role: str) -> tuple[Rule, Rule]:
+    """A step of a pool holds its running batch: where the pool gives one of the numbers and the service the other."""
+    pool, there = f"self.{role}.engine", "" if role == "decode" else f"!has(self.{role}) || "
+    return (
+        Rule(
+            rule=f"{there}!has({pool}.tokenBudget) || has({pool}.maxRunning) || !has(self.engine.maxRunning)"
+            f" || {pool}.tokenBudget >= self.engine.maxRunning",
+            message="accepts at least maxRunning of spec.engine",
+            field=f".{role}.engine.tokenBudget",
+        ),
+        Rule(
+            rule=f"{there}!has({pool}.maxRunning) || has({pool}.tokenBudget) || !has(self.engine.tokenBudget)"
+            f" || {pool}.maxRunning <= self.engine.tokenBudget",
+            message="accepts at most tokenBudget of spec.engine",
+            field=f".{role}.engine.maxRunning",
+        ),
+    )
+
+
 RULES: dict[str, tuple[Rule, ...]] = {
     "EngineSettings": (
         Rule(
@@ -135,6 +154,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "InferenceServiceSpec": (
         _equal("blockSize", "0"),
         _equal("dtype", "'auto'"),
+        *_batch("prefill"),
+        *_batch("decode"),
         Rule(
             rule="self.router.disaggregation.mode != 'always' || self.?prefill.?replicas.orValue(0) > 0",
             message="always needs a prefill pool; spec.prefill.replicas is 0",

@@ -169,13 +169,27 @@ class EngineSettings(ManifestModel):
         return self
 
     def over(self, base: "EngineSettings") -> "EngineSettings":
-        """These settings where given, else those of ``base``. The two forms of KV memory replace each other."""
-        values = base.model_dump(exclude_none=True)
-        own = self.model_dump(exclude_none=True)
-        if {"kv_blocks", "kv_memory"} & own.keys():
-            values.pop("kv_blocks", None)
-            values.pop("kv_memory", None)
-        return EngineSettings.model_validate(values | own, by_name=True, by_alias=False)
+        """These settings where given, else those of ``base``. The two forms of KV memory replace each other.
+
+        Rules between fields are not looked at: ``InferenceServiceSpec`` holds those between a pool's and the base's.
+        """
+        own = {name: value for name in EngineSettings.model_fields if (value := getattr(self, name)) is not None}
+        memory: dict[str, None] = dict.fromkeys(
+            ("kv_blocks", "kv_memory") if {"kv_blocks", "kv_memory"} & own.keys() else ()
+        )
+        return base.model_copy(update=memory | own)
+
+    def batch_fault(self, base: "EngineSettings") -> tuple[str, str] | None:
+        """The field of these settings at which, over ``base``, a step cannot hold the running batch; and what is wrong.
+
+        ``None`` also where both fields are of one side, whose own rule says it.
+        """
+        budget, running = self.token_budget, self.max_running
+        if budget is not None and running is None and base.max_running is not None and budget < base.max_running:
+            return "tokenBudget", f"got {budget}; accepts at least maxRunning of spec.engine ({base.max_running})"
+        if running is not None and budget is None and base.token_budget is not None and running > base.token_budget:
+            return "maxRunning", f"got {running}; accepts at most tokenBudget of spec.engine ({base.token_budget})"
+        return None
 
 
 class EngineRole(PodSettings):
@@ -251,6 +265,10 @@ class InferenceServiceSpec(ManifestModel):
     @model_validator(mode="after")
     def _rules(self) -> "InferenceServiceSpec":
         broken: list[tuple[str, str]] = []
+        for role, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            fault = None if pool is None else pool.engine.batch_fault(self.engine)
+            if fault is not None:
+                broken.append((f"{role}.engine.{fault[0]}", fault[1]))
         if self.prefill is not None:
             prefill, decode = self.engine_of("prefill"), self.engine_of("decode")
             for field, ours, theirs in (
