@@ -19,12 +19,12 @@ from tests.chaos.schedule import Fault, Topology
 from tests.chaos.service import ROOT, ChaosService, Death, Held, RouterHeld, plan_of, topology_of, until
 
 CLIENTS = "clients"
-START_S = 180.0
+START_S = 240.0
 BEFORE_S = 2.0  # of traffic without a fault
 SETTLE_S = 1.5  # for all to notice what the last fault has done
-HEAL_S = 90.0  # for every pod to be ready after the last fault
+HEAL_S = 240.0  # for every pod to be ready after the last fault, however busy the machine is
 CALM_S = 4.0  # of traffic after that
-REST_S = 25.0  # for what is held to be given back
+REST_S = 40.0  # for what is held to be given back
 DEADLINE_S = 40.0
 
 
