@@ -154,9 +154,14 @@ def test_a_rollout_to_another_kv_format_mixes_no_revisions(
     check_left(gone)
 
 
-def test_the_only_decode_pod_ends_its_answers_itself(service: Service, asker: Asker, hostnames: list[str]) -> None:
+def test_the_only_decode_pod_ends_its_answers_itself(service: Service, nodes: Nodes) -> None:
     """Scaled to none under load: what it writes is finished, what is asked later is told that nobody is there."""
-    expected = undisturbed(asker, PROMPTS)
+    url = service.url_by_address()
+
+    def ask_long(prompt: str) -> Answer:
+        return nodes.ask(url, prompt, max_tokens=3 * TOKENS)
+
+    expected = undisturbed(ask_long, PROMPTS)
     service.kubectl.run("scale", "infsvcrole", f"{service.name}-decode", "--replicas=1")
     wait_for(lambda: len(service.pods("decode")) == 1, "one decode pod", 120, service.told)
     begun = threading.Barrier(CLIENTS + 1)
@@ -164,7 +169,7 @@ def test_the_only_decode_pod_ends_its_answers_itself(service: Service, asker: As
 
     def ask_once(prompt: str) -> None:
         begun.wait(30)
-        answers.append(asker(prompt))
+        answers.append(ask_long(prompt))
 
     threads = [threading.Thread(target=ask_once, args=(prompt,)) for prompt in [*expected, *expected][:CLIENTS]]
     for thread in threads:
