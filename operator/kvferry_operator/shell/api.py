@@ -7,6 +7,7 @@ fence is open (this process holds the Lease) and only so long as it stays open.
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import aiohttp
@@ -14,10 +15,11 @@ from kubernetes.aio.client import ApiClient
 
 from kvferry_operator.plan.manifests.meta import Object
 from kvferry_operator.shell.apply_text import apply_text
-from kvferry_operator.shell.kinds import Kind
+from kvferry_operator.shell.kinds import LEASE, Kind
 
 READ_S = 10.0
 WRITE_S = 10.0  # no longer than the fence stays open, which is less
+CALLS = 12  # at once but for the Lease's, which must not wait behind them on a server that is slow
 BODY_BYTES = 8 * 2**20  # of an answer
 MESSAGE_CHARS = 1000
 _MERGE, _JSON = "application/merge-patch+json", "application/json"
@@ -32,7 +34,7 @@ class ApiError(Exception):
         code: HTTP status; 0 where there was no answer. The change may have been made then.
         message: the server's words.
         retry_after_s: how long the server asks to wait; 0 where it does not.
-        away: no connection to the server.
+        away: no connection to the server, or no answer in time.
     """
 
     def __init__(self, code: int, message: str, *, retry_after_s: float = 0.0, away: bool = False) -> None:
@@ -98,10 +100,12 @@ class KubeApi:
         self._client = client
         self._fence = fence
         self._observe = observe
+        self._places = asyncio.Semaphore(CALLS)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         try:
-            return await self._call("GET", kind, kind.path(namespace, name), timeout_s=READ_S)
+            async with nullcontext() if kind is LEASE else self._places:
+                return await self._call("GET", kind, kind.path(namespace, name), timeout_s=READ_S)
         except ApiError as error:
             if error.code == 404:
                 return None
@@ -150,10 +154,11 @@ class KubeApi:
     # ---- inside
 
     async def _change(self, method: str, kind: Kind, path: str, body: Object | bytes, content: str = _JSON) -> Object:
-        left = self._fence()
-        if left <= 0:
-            raise FencedError("the Lease is not held")
-        return await self._call(method, kind, path, body, content=content, timeout_s=min(WRITE_S, left))
+        async with self._places:
+            left = self._fence()
+            if left <= 0:
+                raise FencedError("the Lease is not held")
+            return await self._call(method, kind, path, body, content=content, timeout_s=min(WRITE_S, left))
 
     async def _call(
         self, method: str, kind: Kind | None, path: str, body: Any = None, *, timeout_s: float, content: str = _JSON
@@ -172,7 +177,7 @@ class KubeApi:
                 )
                 code, content_bytes = answer.status, await _read(answer.response)
         except TimeoutError:
-            raise ApiError(0, f"no answer within {timeout_s:.1f} s") from None
+            raise ApiError(0, f"no answer within {timeout_s:.1f} s", away=True) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ApiError(0, f"{type(error).__name__}: {error}"[:MESSAGE_CHARS], away=True) from None
         finally:
