@@ -14,7 +14,7 @@ from tests.chaos.schedule import OF_TRANSFERS, Fault, Kind
 from tests.chaos.wire import Spoil
 
 Part = Literal["server", "engine"]
-PATIENCE_S = 15.0  # that a fault waits for what it is to hit, which may just be starting
+PATIENCE_S = 60.0  # that a fault waits for what it is to hit, which may just be starting
 
 _SPOILS: dict[Kind, Literal["reset", "hold", "flip"]] = {
     Kind.RESET_TRANSFER: "reset",
