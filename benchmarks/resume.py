@@ -13,6 +13,7 @@ same prompts undisturbed (batch mates change last bits, so near ties may go eith
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -185,7 +186,8 @@ async def streams(service: Service, prompts: list[str], tokens: int, fault: str)
             await asyncio.gather(*tasks)
         finally:
             if fault == "stop":
-                os.kill(pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):  # it may have been replaced, as a pod that is not live is
+                    os.kill(pid, signal.SIGCONT)
     return found
 
 

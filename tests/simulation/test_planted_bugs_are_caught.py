@@ -35,6 +35,7 @@ def test_bugs_are_named_after_public_reports() -> None:
     assert len(reports) >= LEAST_REPORTS
 
 
+@pytest.mark.timeout(300)
 def test_without_a_planted_bug_nothing_is_caught() -> None:
     """The same seeds hold once the bugs are gone: what is caught is the bug, and planting leaves nothing behind."""
     for bug in BUGS:
