@@ -288,8 +288,9 @@ class ChaosService:
             return False
         if part == "server":
             seat.wanted = False
+        child = seat.child
         os.kill(pid, signal.SIGKILL)  # the kernel ends a pod's engine with its server
-        while part == "server" and seat.child is not None:
+        while part == "server" and seat.child is child:  # not the next one, which another fault may start
             self._look(seat)
             await asyncio.sleep(WATCH_S / 4)
         return True
@@ -301,9 +302,10 @@ class ChaosService:
         seat.wanted, seat.asked = False, True
         os.kill(seat.pid, signal.SIGTERM)
         deadline = asyncio.get_running_loop().time() + STOP_S
-        while seat.child is not None:
+        child = seat.child
+        while child is not None and seat.child is child:
             if asyncio.get_running_loop().time() > deadline:
-                seat.child.process.kill()
+                child.process.kill()
             await asyncio.sleep(WATCH_S)
         return True
 
