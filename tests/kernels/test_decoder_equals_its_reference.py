@@ -63,7 +63,9 @@ def test_a_mixed_step(library: NativeLibrary, threads: int, shape: DecoderShape,
     """Decodes, chunks and prompts in one step: hidden states, logits and the cache."""
     embedding, layers, head = make_weights(shape)
     norm = torch.rand(shape.hidden, generator=torch.Generator().manual_seed(1))
-    decoder = NativeDecoder(library, shape, embedding, iter(layers), norm=norm, head=None if tied else lambda: head)
+    decoder = NativeDecoder(
+        library, shape, lambda: embedding, iter(layers), norm=norm, head=None if tied else lambda: head
+    )
     memory, batch = make_step(MIXED, (shape.heads, shape.kv_heads, shape.dim), 16, shape.layers)
     expected_memory = memory.clone()
     ids, phases = make_inputs(shape, batch)
@@ -81,7 +83,7 @@ def test_a_token_is_the_same_bits_in_any_batch(library: NativeLibrary, threads: 
     """A prompt at once, in random chunks, and token by token beside others: hidden states and cache are equal."""
     shape = SHAPES[1]
     embedding, layers, _ = make_weights(shape)
-    decoder = NativeDecoder(library, shape, embedding, iter(layers), norm=torch.ones(shape.hidden))
+    decoder = NativeDecoder(library, shape, lambda: embedding, iter(layers), norm=torch.ones(shape.hidden))
     length, source = 90, random.Random(4)
     memory, whole = make_step(((length, length), (20, 20)), (shape.heads, shape.kv_heads, shape.dim), 16, shape.layers)
     ids, phases = make_inputs(shape, whole)
@@ -109,7 +111,7 @@ def test_what_does_not_fit_is_refused(library: NativeLibrary) -> None:
     shape = SHAPES[0]
     embedding, layers, _ = make_weights(shape)
     norm = torch.ones(shape.hidden)
-    decoder = NativeDecoder(library, shape, embedding, iter(layers), norm=norm)
+    decoder = NativeDecoder(library, shape, lambda: embedding, iter(layers), norm=norm)
     memory, batch = make_step(((1, 5),), (6, 3, 10), 16)
     before = memory.clone()
     ids, phases = make_inputs(shape, batch)
@@ -122,16 +124,16 @@ def test_what_does_not_fit_is_refused(library: NativeLibrary) -> None:
         decoder.forward(ids, phases.repeat(2, 1, 1), memory, batch)
     torch.testing.assert_close(memory, before, atol=0, rtol=0, equal_nan=True)
     with pytest.raises(ValueError, match="layers: 1 given"):
-        NativeDecoder(library, shape, embedding, iter(layers[:1]), norm=norm)
+        NativeDecoder(library, shape, lambda: embedding, iter(layers[:1]), norm=norm)
     with pytest.raises(ValueError, match="weight: "):
-        NativeDecoder(library, shape, embedding[:-1], iter(layers), norm=norm)
+        NativeDecoder(library, shape, lambda: embedding[:-1], iter(layers), norm=norm)
 
 
 def test_weights_are_kept_once(library: NativeLibrary) -> None:
     """A tied embedding is not doubled; padding is that of the last panels."""
     shape = DecoderShape(vocab=320, hidden=64, heads=4, kv_heads=2, dim=16, inner=96, layers=2, eps=1e-5)
     embedding, layers, _ = make_weights(shape)
-    decoder = NativeDecoder(library, shape, embedding, iter(layers), norm=torch.ones(shape.hidden))
+    decoder = NativeDecoder(library, shape, lambda: embedding, iter(layers), norm=torch.ones(shape.hidden))
     matrices = [embedding, *(weight for layer in layers for weight in layer if weight.dim() == 2)]
     assert decoder.nbytes == sum(weight.nbytes for weight in matrices)
 

@@ -22,7 +22,7 @@ class NativeDecoder:
     """Packed weights of a decoder and of its output layer. Serves one thread: its work memory is reused.
 
     Args:
-        embedding: float32 [vocab, hidden].
+        embedding: reads float32 [vocab, hidden]; given up once it is packed, before the layers are read.
         layers: ``shape.layers`` of them, taken one by one; each is packed and given up before the next is asked for.
         norm: float32 [hidden], before the output layer.
         head: reads the output layer [vocab, hidden]; ``None`` where it is the embedding (tied), which is kept once.
@@ -35,7 +35,7 @@ class NativeDecoder:
         self,
         library: NativeLibrary,
         shape: DecoderShape,
-        embedding: Tensor,
+        embedding: Callable[[], Tensor],
         layers: Iterable[LayerWeights],
         *,
         norm: Tensor,
@@ -47,7 +47,7 @@ class NativeDecoder:
         self._library = library
         self._shape = shape
         self._arena = Arena(_floats(library, shape, tied=head is None))
-        self._embedding = self._pack(embedding, (shape.vocab, shape.hidden))
+        self._embedding = self._pack(embedding(), (shape.vocab, shape.hidden))
         self._layers = [self._take(layer) for layer in layers]
         if len(self._layers) != shape.layers:
             raise ValueError(f"layers: {len(self._layers)} given; {shape.layers} are accepted")

@@ -106,7 +106,7 @@ class FusedDecoder:
         self._decoder = NativeDecoder(
             library,
             decoder_shape(config),
-            weights.embedding(),
+            weights.embedding,
             (weights.layer(index) for index in range(config.layers)),
             norm=weights.norm(),
             head=None if config.tied_embeddings else weights.head,
