@@ -60,6 +60,8 @@ class Faults:
         if process.generation == generation:
             self._world.log(process.name, "", "wakes")
             process.wake()
+            if (router := self._fabric.routers.get(process.name)) is not None:
+                router.awake_since = self._world.now
             if (pod := self._fabric.pods.get(process.name)) is not None:
                 pod.awake_since = self._world.now
                 pod.available_since = float("inf") if pod.core.load().draining else self._world.now

@@ -208,7 +208,8 @@ def _could_answer(pod: "Pod", router: "Router", served: "Served") -> bool:
     """Whether a pod has been there for a while, so that an answer that has begun should have gone on there."""
     fabric = router.fabric
     # A step that outlasts the stall timeout looks like the end of its engine.
-    since = max(pod.available_since, pod.slow_until, _reached_since(pod, fabric))
+    # A router that has just woken finds the waits of its requests over before it hears of its pods.
+    since = max(pod.available_since, pod.slow_until, router.awake_since, _reached_since(pod, fabric))
     return (
         pod.setup.role in ("decode", "both")
         and pod.compat_hash == served.compat_hash

@@ -76,6 +76,7 @@ class Router:
         self.process: Process = RouterProcess(world, self, clock)
         self.touched: Served | None = None  # in this event
         self.pauses = 0
+        self.awake_since = 0.0
         self.deaths = 0
         self.policy = scenario.policy
         self._min_prefill_tokens = scenario.min_prefill_tokens
@@ -90,6 +91,7 @@ class Router:
     def start(self) -> None:
         """A new life, which knows nothing of the one before."""
         self.process.up = True
+        self.awake_since = self.world.now
         self.admission = Admission(self.limits)
         self.budget = IdBudget(self.limits)
         self.resumes = ResumeBudget(self.limits)
