@@ -63,7 +63,7 @@ WORK_PER_100 = {
     "fault_crash_router": 4,
     "fault_stop_router": 2,
     "steps_failed": 3,
-    "client_deadline_exceeded": 8,
+    "client_deadline_exceeded": 4,
     "handle_mac": 1,
     "handle_digest": 1,
     "prefill_stalled": 10,
