@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from kvferry_router import failures
+from kvferry_router.alarm import Alarm
 from kvferry_router.discovery.watch import PodWatch
 from kvferry_router.flow import RequestFlow
 from kvferry_router.flow_messages import (
@@ -126,7 +127,8 @@ class RequestRun:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._events: deque[Event] = deque()
         self._handling = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._loop, self._on_alarm)
+        self._catching_up = False
         self._sent_at: float | None = None
         self._cached: dict[str, int] = {}  # prompt tokens, by pod, as the last decision saw it
 
@@ -151,8 +153,7 @@ class RequestRun:
         finally:
             if self._flow.state is not State.DONE:
                 self._deliver(ClientGone())
-            if self._timer is not None:
-                self._timer.cancel()
+            self._alarm.cancel()
             for task in self._tasks.values():  # only this ends a stream that stays open
                 self._loop.call_later(_DRAIN_S, task.cancel)
 
@@ -201,20 +202,18 @@ class RequestRun:
         """A timer that is due too early costs one look; one that is never moved costs nothing per frame."""
         due = self._flow.next_wakeup()
         if due is None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-        elif self._timer is None or due < self._timer.when():
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self._loop.call_at(due, self._on_timer, due)
+            self._alarm.cancel()
+            self._catching_up = False
+        elif not self._catching_up:
+            self._alarm.set(due)
 
-    def _on_timer(self, due: float) -> None:
-        self._timer = None
+    def _on_alarm(self, due: float) -> None:
         now = self._loop.time()
         if now - due > _LATE_S:
-            self._timer = self._loop.call_later(_LATE_S / 2, self._on_timer, now + _LATE_S / 2)
+            self._catching_up = True
+            self._alarm.set(now + _LATE_S / 2)
             return
+        self._catching_up = False
         try:
             self._deliver(Tick())
         except Exception:  # noqa: BLE001 - a bug of ours must not leave the request without a timer
