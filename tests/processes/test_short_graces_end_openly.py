@@ -64,5 +64,7 @@ async def test_a_grace_too_short_for_the_move_costs_no_answer(tmp_path: Path, gr
             for task in tasks:
                 await task
         told = [comment for stream in streams for comment in stream.comments]
-        assert len(told) >= legs
-        assert all(comment.startswith(": kvferry resumed: ") for comment in told)
+        resumed = [comment for comment in told if comment.startswith(": kvferry resumed: ")]
+        assert len(resumed) >= legs
+        # Of those that were to move: the pod with their KV may have ended before it was pulled.
+        assert all(comment.startswith(": kvferry recomputed: ") for comment in told if comment not in resumed)
