@@ -15,6 +15,7 @@ from kvferry_wire.leg import AbortRequest
 from tests.processes.asking import Ask, ask_for, judge
 from tests.processes.legs import decode_leg, frames, ids_of, make_leg
 from tests.processes.streams import (
+    Stream,
     begin,
     busiest,
     counted,
@@ -165,14 +166,13 @@ async def test_drain_shows_and_the_router_takes_the_streams(service: Service, cl
 async def test_decode_told_to_end_while_it_pulls_loses_nothing(service: Service, client: aiohttp.ClientSession) -> None:
     """The leg leaves once it has its KV, or gives its request back: the answer is the oracle's, the pod ends in order.
 
-    Both prefill engines stand still while decode pulls, so that the signal comes in the middle of the transfer.
+    The prefill engine stands still while decode pulls, so that the signal comes in the middle of the transfer.
     """
     stopped: list[int] = []
     (stream,) = make_streams(1, "in transfer", tokens=150)
-    asked = asyncio.create_task(stream.read(client, service.url()))
     try:
         async with service.session() as session:
-            pod = await pulling(service, session, stopped)
+            asked, pod = await pulling(service, session, client, stream, stopped)
             process, told = drain(service, pod)
             await asyncio.sleep(0.3)
             assert process.is_running()
@@ -184,9 +184,19 @@ async def test_decode_told_to_end_while_it_pulls_loses_nothing(service: Service,
     await ended_in_order(service, pod, told)
 
 
-async def pulling(service: Service, session: aiohttp.ClientSession, stopped: list[int]) -> Pod:
-    """Stop the engine whose lease appears, in the moment in which it does; the decode pod that waits for it."""
+async def pulling(
+    service: Service,
+    session: aiohttp.ClientSession,
+    client: aiohttp.ClientSession,
+    stream: Stream,
+    stopped: list[int],
+) -> tuple["asyncio.Task[Stream]", Pod]:
+    """Ask, and stop the engine that holds the lease before decode can pull; then the decode pod that pulls.
+
+    Decode's engines stand still until the lease is there: a pull can be over before a signal reaches anything.
+    """
     found: list[Pod] = []
+    held_up = [service.signal(name, "engine", signal.SIGSTOP) for name in service.engine_pods("decode")]
 
     async def leased() -> str:
         for name in service.engine_pods("prefill"):
@@ -199,9 +209,14 @@ async def pulling(service: Service, session: aiohttp.ClientSession, stopped: lis
         found[:] = [name for name in service.engine_pods("decode") if await legs_at(service, name)]
         return "" if found else "no decode pod has the leg"
 
-    await until(leased, 10)
-    await until(held, 10)
-    return found[0]
+    try:
+        asked = asyncio.create_task(stream.read(client, service.url()))
+        await until(leased, 10)
+        await until(held, 10)
+    finally:
+        for pid in held_up:
+            os.kill(pid, signal.SIGCONT)
+    return asked, found[0]
 
 
 async def test_streams_of_the_only_decode_pod_end_there(pair: Service, client: aiohttp.ClientSession) -> None:
