@@ -46,7 +46,7 @@ STATUS = {
     "no_http": 502,
 }
 # The pod is back after each loss: the request is given up as one that takes engines down.
-LOST_AGAIN_AND_AGAIN = dict.fromkeys(("cut", "cut_frame", "half_frame", "no_end"), 500)
+LOST_AGAIN_AND_AGAIN = dict.fromkeys(("cut", "cut_frame", "half_frame", "no_end", "stall"), 500)
 
 
 def make_pods(*decode: str) -> tuple[ScriptedPod, ...]:
