@@ -72,7 +72,7 @@ class Cluster:
             if self.server.client.find(wanted) is not None:
                 self.server.client.delete(wanted)
         gone = f"/apis/{API_VERSION}"
-        wait_for(lambda: self.server.client.request("GET", gone)[0] == 404, "the CRDs to be gone")
+        wait_for(lambda: self.server.client.request("GET", gone)[0] == 404, "the CRDs to be gone", 90)
 
 
 @pytest.fixture(params=["helm3", "helm4"])
