@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -65,6 +66,16 @@ class Stream:
 
 def make_streams(count: int, mark: str, tokens: int = TOKENS) -> list[Stream]:
     return [Stream(Ask(f"{mark} {number}.{LONG}", tokens)) for number in range(count)]
+
+
+@asynccontextmanager
+async def rested(pool: Service) -> AsyncIterator[Service]:
+    """The service with all its pods up and used by the router; afterwards it is so again, and nothing is held."""
+    async with pool.session() as session:
+        await pool.wait_ready(session)
+        yield pool
+        await pool.wait_ready(session)
+        await pool.wait_idle(session, 20.0)
 
 
 async def begin(service: Service, client: aiohttp.ClientSession, streams: list[Stream]) -> list["asyncio.Task[Stream]"]:

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry_wire.state import decode_snapshot
 from tests.processes.asking import Answer, Ask, ask_for, judge
-from tests.processes.streams import LONG, Stream, begin, busiest, legs_at, pool_spec, total
+from tests.processes.streams import LONG, Stream, begin, busiest, legs_at, pool_spec, rested, total
 from tests.support.router_process import running_router
 from tests.support.service import Pod, Service, running_service, until
 
@@ -38,11 +38,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.fixture
 async def service(pool: Service) -> AsyncIterator[Service]:
     """All four pods up and used by the router; nothing is left afterwards."""
-    async with pool.session() as session:
-        await pool.wait_ready(session)
-        yield pool
-        await pool.wait_ready(session)
-        await pool.wait_idle(session, 20.0)
+    async with rested(pool) as ready:
+        yield ready
 
 
 async def test_32_streams_outlive_a_decode_pod(service: Service, client: aiohttp.ClientSession) -> None:

@@ -24,6 +24,7 @@ from tests.processes.streams import (
     legs_at,
     make_streams,
     pool_spec,
+    rested,
     total,
 )
 from tests.support.service import Pod, Service, running_service, until
@@ -49,21 +50,15 @@ def lone_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.fixture
 async def service(pool: Service) -> AsyncIterator[Service]:
     """All four pods up and used by the router; nothing is left afterwards."""
-    async with pool.session() as session:
-        await pool.wait_ready(session)
-        yield pool
-        await pool.wait_ready(session)
-        await pool.wait_idle(session, 20.0)
+    async with rested(pool) as ready:
+        yield ready
 
 
 @pytest.fixture
 async def pair(lone_pair: Service) -> AsyncIterator[Service]:
     """The same of the service with one pod of each kind."""
-    async with lone_pair.session() as session:
-        await lone_pair.wait_ready(session)
-        yield lone_pair
-        await lone_pair.wait_ready(session)
-        await lone_pair.wait_idle(session, 20.0)
+    async with rested(lone_pair) as ready:
+        yield ready
 
 
 def drain(service: Service, name: Pod) -> tuple[psutil.Process, int]:

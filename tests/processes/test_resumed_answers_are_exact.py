@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.processes.asking import Ask, ask_for, judge
-from tests.processes.streams import LONG, legs_at, pool_spec, total, working
+from tests.processes.streams import LONG, legs_at, pool_spec, rested, total, working
 from tests.support.service import Part, Pod, Service, running_service, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
@@ -29,11 +29,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.fixture
 async def service(pool: Service) -> AsyncIterator[Service]:
     """All three pods up and used by the router; nothing is left afterwards."""
-    async with pool.session() as session:
-        await pool.wait_ready(session)
-        yield pool
-        await pool.wait_ready(session)
-        await pool.wait_idle(session, 20.0)
+    async with rested(pool) as ready:
+        yield ready
 
 
 class Official:
