@@ -19,7 +19,7 @@ from kvferry_service.key_files import create_keys, load_keys
 from kvferry_wire import state
 from kvferry_wire.canonical import KeyExtras
 from kvferry_wire.frames import Frame, FrameDecoder
-from kvferry_wire.leg import AnswerFormat, ChoiceState, Leg, Sampling
+from kvferry_wire.leg import AbortRequest, AnswerFormat, ChoiceState, Leg, Sampling
 
 START_S = 60.0
 
@@ -166,16 +166,34 @@ async def load_of(client: aiohttp.ClientSession) -> state.Load:
         return state.decode_snapshot(await response.read()).load
 
 
-async def freed_within(client: aiohttp.ClientSession, seconds: float) -> None:
-    """Fails unless the pod holds no sequence, no request and no block within so many seconds."""
+async def load_becomes(client: aiohttp.ClientSession, wanted: Callable[[state.Load], bool], seconds: float) -> None:
+    """Wait until the pod's load is as wanted. Fails after ``seconds`` with the load that there is."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    while True:
-        load = await load_of(client)
-        if (load.running, load.waiting, load.leases, load.free_blocks) == (0, 0, 0, load.total_blocks):
-            return
-        assert loop.time() < deadline, f"still held after {seconds} s: {load}"
+    while not wanted(load := await load_of(client)):
+        assert loop.time() < deadline, f"still after {seconds} s: {load}"
         await asyncio.sleep(0.02)
+
+
+async def busy_with(client: aiohttp.ClientSession, legs: int, seconds: float = 5.0) -> None:
+    """Wait until so many legs run or wait for their turn."""
+    await load_becomes(client, lambda load: load.running + load.waiting >= legs, seconds)
+
+
+async def freed_within(client: aiohttp.ClientSession, seconds: float) -> None:
+    """Fails unless the pod holds no sequence, no request and no block within so many seconds."""
+    await load_becomes(
+        client,
+        lambda load: (load.running, load.waiting, load.leases, load.free_blocks) == (0, 0, 0, load.total_blocks),
+        seconds,
+    )
+
+
+async def abort(client: aiohttp.ClientSession, leg: Leg) -> None:
+    """End this attempt by name, as a router does."""
+    body = msgspec.msgpack.encode(AbortRequest(internal_id=leg.internal_id, attempt=leg.attempt))
+    async with client.post("/internal/v1/abort", data=body) as response:
+        assert response.status == 204, await response.text()
 
 
 def alive(pid: int) -> bool:

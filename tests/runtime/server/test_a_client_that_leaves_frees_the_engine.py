@@ -4,19 +4,18 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing
 
-import aiohttp
 import pytest
 
 from kvferry_wire.frames import Begun, Prefilled, Tokens
 from tests.runtime.server.harness import (
     PodProcess,
+    busy_with,
     frame_stream,
     frames,
     freed_within,
     load_of,
     make_leg,
     running_pod,
-    until_seen,
 )
 
 pytestmark = pytest.mark.processes
@@ -29,16 +28,6 @@ def slow_pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodProcess]:
     flags = ("--kv-blocks", "255", "--max-running", "2", "--token-budget", "64", "--lease", "2")
     with running_pod(folder, *flags, model="toy:step_ms=30") as running:
         yield running
-
-
-async def busy_with(client: aiohttp.ClientSession, requests: int) -> None:
-    """Wait until so many requests run or wait."""
-
-    async def seen() -> bool:
-        load = await load_of(client)
-        return load.running + load.waiting >= requests
-
-    await until_seen(seen, 3)
 
 
 async def test_while_it_streams(slow_pod: PodProcess) -> None:

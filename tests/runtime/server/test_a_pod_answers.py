@@ -4,14 +4,21 @@ import asyncio
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvferry_runtime.model.toy_oracle import toy_next_tokens
 from kvferry_wire import pod as wire_pod
 from kvferry_wire.frames import End, Fail, Prefilled, Tokens
-from kvferry_wire.leg import AbortRequest
-from tests.runtime.server.harness import PodProcess, frame_stream, frames, load_of, make_leg
+from tests.runtime.server.harness import (
+    PodProcess,
+    abort,
+    busy_with,
+    frame_stream,
+    frames,
+    load_becomes,
+    load_of,
+    make_leg,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -59,7 +66,8 @@ async def test_a_stop_string_ends_its_choice_and_frees_the_engine(pod: PodProces
     leg = make_leg("stop", sampling={"max_tokens": 500, "stop": (text[8:11],)})
     async with pod.client() as client:
         got = await frames(client, "generate", leg)
-        await freed_within_after_leases(client)
+        # Another test's lease may still be held.
+        await load_becomes(client, lambda load: (load.running, load.waiting) == (0, 0), 1.0)
     end = got[-1]
     assert isinstance(end, End)
     assert end.finish == ("stop",)
@@ -90,10 +98,10 @@ async def test_two_requests_with_one_request_id_both_complete(pod: PodProcess) -
 
 async def test_a_second_leg_of_a_running_name_is_refused(pod: PodProcess) -> None:
     """The first one goes on undisturbed."""
-    leg = make_leg("named", sampling={"max_tokens": 60})
+    leg = make_leg("named", sampling={"max_tokens": 300})
     async with pod.client() as client:
         running = asyncio.create_task(frames(client, "generate", leg))
-        await asyncio.sleep(0.1)
+        await busy_with(client, 1)
         (refused,) = await frames(client, "generate", leg)
         assert isinstance(refused, Fail)
         assert refused.kind == "invalid"
@@ -103,20 +111,15 @@ async def test_a_second_leg_of_a_running_name_is_refused(pod: PodProcess) -> Non
 async def test_an_abort_by_name_ends_a_leg_and_stops_a_later_one(pod: PodProcess) -> None:
     """``abort`` is idempotent and leaves a tombstone for exactly this attempt."""
     async with pod.client() as client:
-
-        async def abort(attempt: int) -> None:
-            body = msgspec.msgpack.encode(AbortRequest(internal_id="gone", attempt=attempt))
-            async with client.post("/internal/v1/abort", data=body) as response:
-                assert response.status == 204
-
-        running = asyncio.create_task(frames(client, "generate", make_leg("gone", sampling={"max_tokens": 500})))
-        await asyncio.sleep(0.2)
-        await abort(0)
-        await abort(0)
+        leg = make_leg("gone", sampling={"max_tokens": 500})
+        running = asyncio.create_task(frames(client, "generate", leg))
+        await busy_with(client, 1)
+        await abort(client, leg)
+        await abort(client, leg)
         last = (await running)[-1]
         assert isinstance(last, Fail)
         assert last.kind == "cancelled"
-        await abort(1)
+        await abort(client, make_leg("gone", attempt=1))
         for kind in ("generate", "prefill"):
             (late,) = await frames(client, kind, make_leg("gone", attempt=1))
             assert isinstance(late, Fail)
@@ -184,13 +187,3 @@ async def test_metrics_count_what_was_served(pod: PodProcess) -> None:
     assert moved("kvferry:generation_tokens_total") == 16
     assert moved('kvferry:request_success_total{finished_reason="length"}') == 1
     assert moved("kvferry:time_to_first_token_seconds_count") == 1
-
-
-async def freed_within_after_leases(client: object) -> None:
-    """Like ``freed_within``, but another test's lease may still be held."""
-    async with asyncio.timeout(1):
-        while True:
-            load = await load_of(client)  # type: ignore[arg-type]
-            if (load.running, load.waiting) == (0, 0):
-                return
-            await asyncio.sleep(0.02)

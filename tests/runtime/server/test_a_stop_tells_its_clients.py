@@ -8,11 +8,17 @@ import aiohttp
 import pytest
 
 from kvferry_wire.frames import Begun, End, Fail, Tokens
-from tests.runtime.server.harness import frame_stream, frames, kill, make_leg, running_pod
+from tests.runtime.server.harness import busy_with, frame_stream, frames, kill, make_leg, running_pod, until_seen
 
 pytestmark = pytest.mark.processes
 
 LONG = {"model": "toy", "prompt": "hello", "max_tokens": 1000}
+
+
+async def refuses(client: aiohttp.ClientSession) -> bool:
+    """Whether the pod says that it takes no new work."""
+    async with client.get("/readyz") as response:
+        return response.status == 503
 
 
 async def test_running_answers_end_in_an_error_of_their_kind(tmp_path: Path) -> None:
@@ -25,9 +31,9 @@ async def test_running_answers_end_in_an_error_of_their_kind(tmp_path: Path) -> 
             async with client.post("/v1/completions", json=LONG | {"stream": True}) as response:
                 text = (await response.content.readline()).decode()
                 short = asyncio.create_task(frames(client, "generate", make_leg("b", sampling={"max_tokens": 30})))
-                await asyncio.sleep(0.2)  # all of them run
+                await busy_with(client, 4)
                 kill(pod.pid, signal.SIGTERM)
-                await asyncio.sleep(0.2)
+                await until_seen(lambda: refuses(client), 5.0)
                 async with client.post("/v1/completions", json=LONG) as late:
                     assert late.status == 503
                 with pytest.raises(aiohttp.ClientPayloadError):  # no clean end

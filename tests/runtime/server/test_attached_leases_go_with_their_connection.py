@@ -13,13 +13,14 @@ from kvferry_wire.frames import Alive, End, Frame, Handoff, Prefilled, Tokens
 from kvferry_wire.leg import AbortRequest, ChoiceState, Leg
 from tests.runtime.server.harness import (
     PodProcess,
+    abort,
+    busy_with,
     frame_stream,
     frames,
     freed_within,
     load_of,
     make_leg,
     running_pod,
-    until_seen,
 )
 
 pytestmark = pytest.mark.processes
@@ -79,9 +80,7 @@ async def test_a_leg_that_is_not_attached_leaves_its_lease_behind(pods: tuple[Po
     async with pods[0].client() as prefill:
         assert isinstance((await frames(prefill, "prefill", leg))[-1], Prefilled)
         assert await leases_of(prefill) == 1
-        body = msgspec.msgpack.encode(AbortRequest(internal_id=leg.internal_id, attempt=0))
-        async with prefill.post("/internal/v1/abort", data=body) as response:
-            assert response.status == 204
+        await abort(prefill, leg)
         await freed_within(prefill, 1.0)
 
 
@@ -109,11 +108,7 @@ async def test_a_reader_that_waits_for_its_turn_has_taken_the_lease_up(pods: tup
     busy = [make_leg(f"busy {number}", sampling={"max_tokens": 100}) for number in range(2)]
     async with pods[0].client() as prefill, pods[1].client() as decode:
         running = [asyncio.create_task(frames(decode, "generate", each)) for each in busy]
-
-        async def both_run() -> bool:
-            return (await load_of(decode)).running == 2
-
-        await until_seen(both_run, 5.0)
+        await busy_with(decode, 2)
         async with aclosing(frame_stream(prefill, "prefill", leg)) as stream:
             answer = await answer_of(stream)
             waiting = asyncio.create_task(frames(decode, "generate", second_leg(leg, answer)))
@@ -133,9 +128,7 @@ async def test_an_abort_by_name_ends_the_stream_and_the_lease(pods: tuple[PodPro
     async with pods[0].client() as prefill:
         async with aclosing(frame_stream(prefill, "prefill", leg)) as stream:
             await answer_of(stream)
-            body = msgspec.msgpack.encode(AbortRequest(internal_id=leg.internal_id, attempt=0))
-            async with prefill.post("/internal/v1/abort", data=body) as response:
-                assert response.status == 204
+            await abort(prefill, leg)
             async with asyncio.timeout(1.0):
                 assert all([isinstance(frame, Alive) async for frame in stream])
         await freed_within(prefill, 1.0)

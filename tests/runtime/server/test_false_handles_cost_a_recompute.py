@@ -13,8 +13,8 @@ from kvferry_runtime.model.toy_oracle import toy_next_tokens
 from kvferry_service.key_files import load_keys
 from kvferry_wire.frames import End, Prefilled, Tokens
 from kvferry_wire.handle import KVHandle
-from kvferry_wire.leg import AbortRequest, ChoiceState, Leg
-from tests.runtime.server.harness import PodProcess, frames, freed_within, make_leg, running_pod
+from kvferry_wire.leg import ChoiceState, Leg
+from tests.runtime.server.harness import PodProcess, abort, frames, freed_within, make_leg, running_pod
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -38,7 +38,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("false")
     with (
-        running_pod(folder / "p", "--role", "prefill", "--lease", "20", "--checksums") as prefill,
+        running_pod(folder / "p", "--role", "prefill", "--lease", "20") as prefill,
         running_pod(folder / "d", "--role", "decode", "--lease", "20", keys=prefill.keys) as decode,
     ):
         assert prefill.keys is not None
@@ -86,12 +86,6 @@ async def decode_with(client: aiohttp.ClientSession, leg: Leg, first: tuple[int,
     return got[-1].recomputed
 
 
-async def give_back(client: aiohttp.ClientSession, leg: Leg) -> None:
-    body = msgspec.msgpack.encode(AbortRequest(internal_id=leg.internal_id, attempt=leg.attempt))
-    async with client.post("/internal/v1/abort", data=body) as response:
-        assert response.status == 204
-
-
 def make_own(name: str) -> Leg:
     prompt = f"{name}: a prompt of three blocks, long enough to be worth it."
     return make_leg(name, prompt=prompt, sampling={"max_tokens": TOKENS})
@@ -108,7 +102,7 @@ async def test_every_false_handle_costs_a_recompute_and_no_token(pair: Pair) -> 
         false = FALSE[kind][0](pair, first.handle, second.handle)
         told[kind][await decode_with(decode, own, first.first, false)] += 1
         for leg in (own, other):
-            await give_back(prefill, leg)
+            await abort(prefill, leg)
 
     async with pair.prefill.client() as prefill, pair.decode.client() as decode:
         for number in range(ROUNDS):
