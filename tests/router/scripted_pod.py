@@ -148,7 +148,7 @@ class ScriptedPod:
         gate = Gate(context)
         gate.admit("state", key)
         gate.start()
-        socket_ = context.socket(zmq.PUB)
+        socket_ = context.socket(zmq.XPUB)  # a PUB that tells of its subscriptions
         secure_server(socket_, key, "state")  # type: ignore[arg-type]  # options only
         self.state_port = socket_.bind_to_random_port("tcp://127.0.0.1")
         self._publisher = socket_
@@ -159,6 +159,13 @@ class ScriptedPod:
             socket_.close(0)
             gate.close()
             context.destroy(0)
+
+    async def subscribed(self) -> None:
+        """Until a subscription has come: what is published from here on is heard."""
+        assert self._publisher is not None
+        async with asyncio.timeout(5.0):
+            while not (await self._publisher.recv()).startswith(b"\x01"):
+                pass
 
     async def publish(self, event: StateEvent, *, lose: bool = False) -> None:
         """Number an event and send it, or lose it."""
@@ -371,7 +378,7 @@ class ScriptedPod:
                     async with asyncio.timeout(0.02):
                         await self.changed.wait()
                 except TimeoutError:
-                    pass
+                    pass  # what changes without a note is looked at again
 
 
 def make_load(**changes: Any) -> Load:

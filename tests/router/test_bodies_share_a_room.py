@@ -40,7 +40,12 @@ async def test_bodies_on_their_way_leave_no_room_for_another(router: Router, hea
     A body of no stated length counts as the longest. Once they are given up, a request is served again.
     """
     held = [await begin(router, header) for _ in range(2)]
-    await asyncio.sleep(0.1)
+
+    async def no_room() -> bool:
+        async with router.complete(PROMPT) as response:
+            return response.status == 429
+
+    await until(no_room, 1.0)
     loop = asyncio.get_running_loop()
     asked_at = loop.time()
     async with router.complete(PROMPT) as response:

@@ -50,7 +50,7 @@ async def test_index_follows_the_stream(tmp_path: Path) -> None:
             await stack.enter_async_context(pod.stream())
         d1.hashes = list(hashes()[:2])
         router = await stack.enter_async_context(running(tmp_path, d1, d2))
-        await asyncio.sleep(0.1)  # the subscription of a PUB socket has no answer to wait for
+        await d1.subscribed()
         await d1.publish(make_load())
         await wait_cached(router, "d1", 32)
         await d1.publish(BlocksStored(hashes=hashes()[2:], parent=hashes()[1]))
@@ -74,7 +74,7 @@ async def test_gap_is_noticed_counted_and_healed(tmp_path: Path) -> None:
     d = ScriptedPod("d1", "decode")
     d.hashes = list(hashes()[:1])
     async with d.stream(), running(tmp_path, d) as router:
-        await asyncio.sleep(0.1)
+        await d.subscribed()
         await d.publish(make_load())
         await wait_cached(router, "d1", 16)  # joined
         for block in hashes()[1:3]:
@@ -91,14 +91,14 @@ async def test_restart_voids_the_entries_and_silence_only_hides_them(tmp_path: P
     d.hashes = list(hashes())
     limits = msgspec.structs.replace(LIMITS, state_silence_s=0.5)
     async with d.stream(), running(tmp_path, d, limits=limits) as router:
-        await asyncio.sleep(0.1)
+        await d.subscribed()
 
         async def speak(event: Any = None) -> None:
             await d.publish(event or make_load())
 
         await speak()
         await wait_cached(router, "d1", 63)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(limits.state_silence_s + 0.1)
         assert await cached(router, "d1") == 0
         await speak()
         await wait_cached(router, "d1", 63)
@@ -113,7 +113,7 @@ async def test_forged_events_from_outside_the_service_change_nothing(tmp_path: P
     d = ScriptedPod("d1", "decode")
     d.hashes = list(hashes())
     async with d.stream(key=b"f" * 32), running(tmp_path, d) as router:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # longer than a subscription takes that is let in
         for _ in range(5):
             await d.publish(make_load())
         assert await cached(router, "d1") == 0
