@@ -143,7 +143,7 @@ class PodClient:
                     await _read(response, _SMALL_BODY)
                     return response.status < 300
             except (aiohttp.ClientError, OSError, PodAnswerError, TimeoutError):
-                continue
+                continue  # once more; who asked is told if that fails, too
         return False
 
     async def hand_over(self, endpoint: Endpoint, internal_id: str, attempt: int) -> bool:

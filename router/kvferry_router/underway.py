@@ -83,6 +83,6 @@ class Underway:
         await self._wait(_DELIVER_S)
 
     async def _wait(self, timeout_s: float) -> None:
-        with suppress(TimeoutError):
+        with suppress(TimeoutError):  # what is left is cut by who waits
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

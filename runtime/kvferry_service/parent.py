@@ -141,6 +141,6 @@ def _wait_for_end(fd: int) -> None:
             if not os.read(fd, 256):
                 return
         except InterruptedError:
-            continue
+            continue  # a signal, not the parent's end
         except OSError:
             return

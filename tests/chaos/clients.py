@@ -81,7 +81,7 @@ class Client:
             try:
                 _ = ask.expected  # computed before its clock runs
             except UnclearError:
-                continue
+                continue  # a pick too close to call: another one is drawn
             return ask
 
 

@@ -179,7 +179,7 @@ class ChaosService:
             if seat.child is not None:
                 await asyncio.to_thread(seat.child.stop, 0.0)
         for wire in self._wires.values():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
                 wire.kill()
             await wire.wait()
 

@@ -45,7 +45,7 @@ def arrived(network: Network, source: str, target: str) -> int:
                 receiver.recv(10)
                 count += 1
         except TimeoutError:
-            pass
+            pass  # no more of them arrive
     return count
 
 

@@ -79,7 +79,7 @@ class Wire:
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int = 0) -> None:
         """Bytes of one direction, until it ends or is spoilt to its end. ``number``: of a data connection."""
         passed = 0
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # either side has gone
             while data := await reader.read(CHUNK):
                 begun, spoil = passed, self._spoil
                 passed += len(data)

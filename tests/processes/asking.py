@@ -111,7 +111,7 @@ def make_ask(source: random.Random, mark: str, spec: ToySpec = SPEC) -> Ask:
         try:
             text = ask.expected[0][0]
         except UnclearError:
-            continue
+            continue  # a pick too close to call: another one is drawn
         if source.random() < 0.2 and len(text) > 4:
             at = source.randrange(1, len(text) - 2)
             ask = Ask(**{**{name: getattr(ask, name) for name in ask.__dataclass_fields__}, "stop": text[at : at + 2]})

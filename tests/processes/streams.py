@@ -119,7 +119,7 @@ async def working(service: Service, *, but: Pod | None = None) -> Pod:
             try:
                 found.extend([name] * bool(await legs_at(service, name)))
             except (aiohttp.ClientError, TimeoutError):
-                continue
+                continue  # it may be dying: another one may be at work
         return "" if found else "no decode pod has a leg"
 
     await until(why_not, 30)

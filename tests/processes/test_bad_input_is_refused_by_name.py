@@ -103,7 +103,7 @@ async def test_a_huge_message_delays_no_stream(
 ) -> None:
     """B175: while it is refused, no other stream has a gap of a second."""
     loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
+    begun, ended = asyncio.Event(), asyncio.Event()
 
     async def stream() -> float:
         worst, last = 0.0, loop.time()
@@ -111,12 +111,14 @@ async def test_a_huge_message_delays_no_stream(
         async with internal.post(service.url(target) + TEXT, json=body) as response:
             async for _ in response.content.iter_any():
                 worst, last = max(worst, loop.time() - last), loop.time()
+                begun.set()
                 if ended.is_set():
                     break
         return worst
 
     streaming = asyncio.create_task(stream())
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(10):
+        await begun.wait()
     body = b'{"model": "toy", "messages": [{"role": "user", "content": "' + character.encode() * count + b'"}]}'
     async with internal.post(service.url(target) + CHAT, data=_steady(body)) as response:
         error = (await response.json())["error"]

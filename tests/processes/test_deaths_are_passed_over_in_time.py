@@ -124,10 +124,9 @@ async def test_a_pod_that_is_back_at_its_address_is_used_at_once(service: Servic
         pods = service.engine_pods(role)
         assert sum([len(await _cached(service, session, name)) for name in pods]) > 0
         lives = {name: (await service.info(session, name)).incarnation for name in pods}
-        for name in pods:
-            service.signal(name, "server", signal.SIGKILL)
-        await asyncio.sleep(1.0)  # the launcher and the router see it
-        await service.wait_ready(session)
+        killed = {name: service.signal(name, "server", signal.SIGKILL) for name in pods}
+        for name, pid in killed.items():
+            await service.reborn(session, name, "server", pid)
         assert not set(lives.values()) & {(await service.info(session, name)).incarnation for name in pods}
         ask = Ask(f"Before {role} dies 0.{LONG * 4}", 8)
         answer = await ask_for(client, service.url(), ask)

@@ -141,7 +141,7 @@ async def test_work_leaves_no_socket_and_no_thread(service: Service, internal: a
                     async with asyncio.timeout(source.choice([0.02, 0.1, 30.0])):
                         judge(ask, await ask_for(session, service.url(), ask))
                 except TimeoutError:
-                    pass
+                    pass  # left early, as planned
 
             for _ in range(5):
                 await asyncio.gather(*(one(number) for number in range(10)))

@@ -11,11 +11,24 @@ import pytest
 from tests.processes.asking import NAME, Ask, said
 from tests.processes.conftest import LEASE_S
 from tests.processes.traffic import Traffic
-from tests.support.service import Part, Pod, Service
+from tests.support.service import Part, Pod, Service, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 SETTLE_S = LEASE_S + 5.0  # leases whose reader died end with their time at the latest
+
+
+async def seen_dead(service: Service, session: aiohttp.ClientSession, role: str) -> None:
+    """Until the router gives no request to a role whose only pod was killed."""
+
+    async def why_not() -> str:
+        metrics = await service.metrics(session)
+        used = sum(
+            metrics[series] for series in metrics if series.startswith(f'router_pods{{role="{role}",state="ready"')
+        )
+        return f"the router uses {used:g} pods" if used else ""
+
+    await until(why_not, 5.0)
 
 
 async def without_it(service: Service, pod: Pod, mark: str) -> None:
@@ -69,7 +82,7 @@ async def test_kill_prefill_then_decode(
         await traffic.answered(5)
         await asyncio.sleep(source.uniform(0.0, 1.0))
         prefill = service.signal("prefill-0", prefill_part, signal.SIGKILL)
-        await asyncio.sleep(0.5)
+        await seen_dead(service, internal, "prefill")
         await without_it(service, "prefill-0", f"prefill's {prefill_part}")
         await traffic.answered(15)
         assert not traffic.failed()
@@ -80,7 +93,7 @@ async def test_kill_prefill_then_decode(
             await begun.wait()
         await asyncio.sleep(source.uniform(0.0, 1.0))
         decode = service.signal("decode-0", decode_part, signal.SIGKILL)
-        await asyncio.sleep(0.5)
+        await seen_dead(service, internal, "decode")
         await without_it(service, "decode-0", f"decode's {decode_part}")
         await official
         await service.reborn(internal, "prefill-0", prefill_part, prefill)

@@ -34,12 +34,14 @@ async def fault(service: Service, source: random.Random, traffic: Traffic) -> st
     await asyncio.sleep(source.uniform(0.0, 3.0))
     pod, part = source.choice(TARGETS)
     pause_s = source.choice([0.0, 0.0, 0.3, 2.0, 6.0])
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):  # told below
         if service.pid(pod, part) is None:
             return f"{pod} {part}: nothing to hit"
         if not pause_s:
             traffic.router_died |= pod == "router"
-            service.signal(pod, part, signal.SIGKILL)
+            pid = service.signal(pod, part, signal.SIGKILL)
+            async with service.session() as session:
+                await service.reborn(session, pod, part, pid)
             return f"{pod} {part}: killed"
         pid = service.signal(pod, part, signal.SIGSTOP)
         try:
@@ -57,7 +59,6 @@ async def test_schedule(service: Service, internal: aiohttp.ClientSession, seed:
     async with Traffic(service, 1000 + seed, clients=source.choice([4, 10, 16])) as traffic:
         await traffic.answered(3)
         done = await asyncio.gather(*(fault(service, each, traffic) for each in faults))
-        await asyncio.sleep(0.5)
         await service.wait_ready(internal)
         before = traffic.well()
         await traffic.answered(10)

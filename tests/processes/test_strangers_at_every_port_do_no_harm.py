@@ -99,7 +99,7 @@ async def seconds_until_closed(address: tuple[str, int], sent: bytes, wait_s: fl
                 while await reader.read(65536):
                     pass
             except ConnectionError:
-                pass
+                pass  # closed by a reset, maybe before all was sent
     finally:
         writer.transport.abort()
     return time.monotonic() - began

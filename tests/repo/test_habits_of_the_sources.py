@@ -36,6 +36,36 @@ def test_every_module_says_what_is_inside(file: Path) -> None:
     assert not tree.body or ast.get_docstring(tree), shown(file)
 
 
+def silent(tree: ast.Module) -> Iterator[tuple[int, int]]:
+    """First and last line of each place that swallows an error."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ExceptHandler(body=[ast.Pass() | ast.Continue() | ast.Expr(value=ast.Constant())]):
+                yield node.lineno, node.body[0].lineno
+            case ast.With(items=items) if any("suppress(" in ast.unparse(each.context_expr) for each in items):
+                yield node.lineno, node.lineno
+
+
+def test_a_swallowed_error_has_its_reason_beside_it() -> None:
+    """Whoever reads `pass` reads why that is right."""
+    bare = []
+    for file in (*package_files(), *(ROOT / "tests").rglob("*.py")):
+        lines = file.read_text("utf-8").splitlines()
+        bare += [
+            f"{shown(file)}:{first}"
+            for first, last in silent(tree_of(file))
+            if not any("#" in line for line in lines[first - 1 : last])
+        ]
+    assert not bare
+
+
+def test_swallowed_errors_are_seen() -> None:
+    """Without its reason, in each of its forms."""
+    forms = ("pass", "continue", "...")
+    code = "".join(f"for _ in x:\n    try:\n        y()\n    except E:\n        {form}\n" for form in forms)
+    assert len(list(silent(ast.parse(code + "with suppress(E):\n    y()\n")))) == len(forms) + 1
+
+
 def tracked_files() -> list[Path]:
     """The files under version control; none where there is no repository."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():

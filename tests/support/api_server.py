@@ -278,7 +278,7 @@ def _free_ports(count: int) -> list[int]:
             try:
                 probe.bind((HOST, port))
             except OSError:
-                continue
+                continue  # taken
         found.append(port)
         if len(found) == count:
             return found

@@ -133,7 +133,7 @@ class PodWatch:
             nudge.clear()
             if probe.result == "late" and record.answers:
                 continue  # ask again at once: one late answer alone tells nothing
-            with suppress(TimeoutError):
+            with suppress(TimeoutError):  # time to ask again
                 async with asyncio.timeout(self._limits.pod_poll_s):
                     await nudge.wait()
 

@@ -36,7 +36,7 @@ def _series(text: str) -> Iterator[tuple[str, float]]:
             try:
                 yield series, float(value)
             except ValueError:
-                continue
+                continue  # no sample: a line cut short, or of another make
 
 
 class CpuTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ def _tree(identity: ProcessId | None) -> float:
         try:
             times = process.cpu_times()
         except psutil.NoSuchProcess:
-            continue
+            continue  # it has ended since it was listed
         total += times.user + times.system
     return total
 

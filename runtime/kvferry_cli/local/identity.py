@@ -77,12 +77,12 @@ def kill_trees(roots: Iterable[ProcessId], wait_s: float = 5.0) -> list[int]:
         try:
             found.update((child.pid, child) for child in process.children(recursive=True))
         except psutil.NoSuchProcess:
-            continue
+            continue  # it has ended meanwhile
     for process in found.values():
         try:
             process.kill()  # checks the start time before it signals
         except psutil.NoSuchProcess:
-            continue
+            continue  # it has ended meanwhile
     psutil.wait_procs(list(found.values()), timeout=wait_s)
     return sorted(found)
 

@@ -38,7 +38,7 @@ class Waker:
             while len(os.read(self.read_fd, 4096)) == 4096:
                 pass
         except BlockingIOError:
-            pass
+            pass  # the last read took the last byte
 
     def close(self) -> None:
         os.close(self._write_fd)

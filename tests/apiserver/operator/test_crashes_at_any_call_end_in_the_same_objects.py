@@ -77,7 +77,7 @@ async def test_a_service_deleted_after_a_crash_leaves_nothing(everywhere: Instal
         try:
             await Life(everywhere, client, service.namespace, at=at, when=when).settle(service.controllers)
         except Crash:
-            pass
+            pass  # where the last call was lost, its life comes to rest
         service.delete()
         successor = Life(everywhere, client, service.namespace)
         await successor.settle(service.controllers)

@@ -157,7 +157,7 @@ async def test_a_pass_beyond_its_deadline_is_told() -> None:
 
     async def run(key: str) -> Outcome:
         while not gate.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError):  # deaf to it
                 await gate.wait()
         return Outcome()
 

@@ -160,7 +160,7 @@ class FakeApi:
                     ):
                         await self._write(response, kind, made)
                         since = version
-                with suppress(TimeoutError):
+                with suppress(TimeoutError):  # nothing changed: time for a bookmark
                     async with asyncio.timeout(min(left, self.bookmark_s)):
                         await changed.wait()
                     continue

@@ -29,7 +29,7 @@ def free_port_ending_in_zero() -> int:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
-                continue
+                continue  # taken
             return port
     raise AssertionError("every port is taken")
 

@@ -75,7 +75,7 @@ class Proxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-            except OSError:
+            except OSError:  # closed
                 return
             if self._cut or self._closed:
                 client.close()
@@ -96,7 +96,7 @@ class Proxy:
     ) -> None:
         passed = 0
         size = 65536 if rate == float("inf") else max(1, int(rate / 20))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # either side has gone, or the path was cut
             while data := source.recv(size):
                 data = data[: max(0, int(min(hold_after - passed, len(data))))] if hold_after < 1e18 else data
                 if flip_at is not None and 0 <= flip_at - passed < len(data):
@@ -112,6 +112,6 @@ class Proxy:
         self._end(target)
 
     def _end(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not connected any more
             sock.shutdown(socket.SHUT_RDWR)
         sock.close()

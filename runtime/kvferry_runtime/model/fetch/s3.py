@@ -267,7 +267,7 @@ def _credentials(folder: Path | None) -> dict[str, str]:
         try:
             found[name] = (folder / name).read_text("ascii").strip()
         except FileNotFoundError:
-            continue
+            continue  # not every store asks for every variable
         except (OSError, UnicodeDecodeError) as error:
             raise FetchError(f"{folder / name}: cannot be read ({error})", FetchReason.DENIED) from error
     missing = [name for name in VARIABLES[:2] if not found.get(name)]
