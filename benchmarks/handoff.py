@@ -9,8 +9,9 @@ and its handle to decode, and times, at the client:
 - pull: the time and rate of the KV transfer inside decode, from its metrics;
 - step: decode's next token after that, which is part of every hand-off and is no cost of the ferry.
 
-Beside it, in the same run, a plain copy of as many bytes in this process. Every pull must have succeeded: a recomputed
-prompt is an error, not a figure.
+Beside it, in the same run, a plain copy of as many bytes in this process, and the same prompts at two pods that make no
+checksums: what those cost, of a hand-off and of the time from the request to decode's first own token. Every pull must
+have succeeded: a recomputed prompt is an error, not a figure.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,15 +41,29 @@ from kvferry_wire.leg import AnswerFormat, ChoiceState, Leg, Sampling
 
 START_S = 300.0
 ANSWER_TOKENS = 4
+KV_MEMORY = "512MiB"
 METRICS = ("kv_pulls_ok_total", "kv_pulled_bytes_total", "kv_pull_seconds_total")
 
 
 @contextlib.contextmanager
-def pod(folder: Path, model: str, role: str, kv_memory: str = "512MiB") -> Iterator[str]:
-    """A pod with its planes on free ports; its base URL."""
-    ready, log = folder / f"{role}.json", folder / f"{role}.log"
+def pod(folder: Path, model: str, role: str, kv_memory: str = KV_MEMORY, *more: str) -> Iterator[str]:
+    """A pod with its planes on free ports; its base URL. ``more``: further flags."""
+    name = "".join((role, *more))
+    ready, log = folder / f"{name}.json", folder / f"{name}.log"
     flags = ["--port", "0", "--keys-dir", str(folder / "keys"), "--ready-file", str(ready), "--role", role]
-    flags += ["--model", model, "--served-name", "m", "--dtype", "float32", "--threads", "1", "--kv-memory", kv_memory]
+    flags += [
+        "--model",
+        model,
+        "--served-name",
+        "m",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--kv-memory",
+        kv_memory,
+        *more,
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, "-m", "kvferry_runtime.server", *flags], stderr=output)
     try:
@@ -83,9 +99,18 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     return {name: float(value) for name, value in found if name in METRICS}
 
 
-async def hand_off(session: aiohttp.ClientSession, prefill: str, decode: str, leg: Leg) -> tuple[float, float]:
-    """Seconds of the hand-off, and of one decode step after it (0 for an answer of two tokens)."""
-    answered = 0.0
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """Seconds."""
+
+    whole: float  # from the request to decode's first own token
+    hand_off: float  # of it, from prefill's answer on
+    step: float  # one decode step after it; 0 for an answer of two tokens
+
+
+async def hand_off(session: aiohttp.ClientSession, prefill: str, decode: str, leg: Leg) -> HandOff:
+    """One answer, computed on the first pod and continued on the second."""
+    began, answered = time.perf_counter(), 0.0
     async for now, frame in frames(session, prefill + "/internal/v1/prefill", leg):
         if isinstance(frame, Prefilled):
             answered, prefilled = now, frame
@@ -102,7 +127,8 @@ async def hand_off(session: aiohttp.ClientSession, prefill: str, decode: str, le
             raise SystemExit(f"recomputed: {frame.recomputed}")
     # The first token is prefill's, passed on at once.
     step = times[-1] - times[-2] if len(times) > 1 else 0.0
-    return times[1 - leg.sampling.max_tokens] - answered, step
+    own = times[1 - leg.sampling.max_tokens]
+    return HandOff(whole=own - began, hand_off=own - answered, step=step)
 
 
 def make_leg(name: str, tokens: int, seed: int, *, largest_id: int = 40_000, answer: int = ANSWER_TOKENS) -> Leg:
@@ -131,20 +157,27 @@ def copy_seconds(nbytes: int) -> float:
     return median(times)
 
 
-async def measure(folder: Path, prefill: str, decode: str, sizes: list[int], rounds: int) -> None:
+Pair = tuple[str, str]  # base URLs of a prefill and a decode pod
+
+
+async def measure(folder: Path, pair: Pair, plain: Pair, sizes: list[int], rounds: int) -> None:
+    """``plain``: the pair that makes no checksums."""
     keys = load_keys(folder / "keys", need_kv=True)
     headers = {"Authorization": f"Bearer {keys.bearer()}"}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(300)) as session:
-        await hand_off(session, prefill, decode, make_leg("warm", 64, 0))
-        print("| tokens | MiB | hand-off ms | of it one decode step | pull ms | pull MB/s | plain copy ms |")
-        print("|---|---|---|---|---|---|---|")
+        for each in (pair, plain):
+            await hand_off(session, *each, make_leg("warm", 64, 0))
+        print("| tokens | MiB | hand-off ms | of it one decode step | pull ms | pull MB/s | plain copy ms |", end="")
+        print(" checksums add to the hand-off | and to the time from the request |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for size in sizes:
-            before = await metrics(session, decode)
-            pairs = [
-                await hand_off(session, prefill, decode, make_leg(f"{size}-{round_}", size, 1000 * size + round_))
-                for round_ in range(rounds)
-            ]
-            after = await metrics(session, decode)
+            before = await metrics(session, pair[1])
+            ours, theirs = [], []
+            for number in range(rounds):
+                leg = make_leg(f"{size}-{number}", size, 1000 * size + number)
+                for each, found in ((pair, ours), (plain, theirs))[:: 1 if number % 2 else -1]:
+                    found.append(await hand_off(session, *each, leg))
+            after = await metrics(session, pair[1])
             moved: dict[str, Any] = {name: after[name] - before[name] for name in METRICS}
             if moved["kv_pulls_ok_total"] != rounds:
                 raise SystemExit(f"{moved['kv_pulls_ok_total']:.0f} pulls in {rounds} rounds")
@@ -153,11 +186,13 @@ async def measure(folder: Path, prefill: str, decode: str, sizes: list[int], rou
             cells = (
                 f"{size}",
                 f"{nbytes / 2**20:.1f}",
-                f"{1e3 * median(pair[0] for pair in pairs):.1f}",
-                f"{1e3 * median(pair[1] for pair in pairs):.1f}",
+                f"{1e3 * median(each.hand_off for each in ours):.1f}",
+                f"{1e3 * median(each.step for each in ours):.1f}",
                 f"{1e3 * seconds:.1f}",
                 f"{nbytes / seconds / 1e6:.0f}",
                 f"{1e3 * copy_seconds(nbytes):.1f}",
+                f"{median(a.hand_off / b.hand_off - 1 for a, b in zip(ours, theirs, strict=True)):+.1%}",
+                f"{median(a.whole / b.whole - 1 for a, b in zip(ours, theirs, strict=True)):+.1%}",
             )
             print("| " + " | ".join(cells) + " |", flush=True)
 
@@ -176,8 +211,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         create_keys(folder / "keys")
-        with pod(folder, model, "prefill") as prefill, pod(folder, model, "decode") as decode:
-            asyncio.run(measure(folder, prefill, decode, [int(size) for size in given.tokens.split(",")], given.rounds))
+        sizes = [int(size) for size in given.tokens.split(",")]
+        with contextlib.ExitStack() as pods:
+            pair, plain = (
+                (
+                    pods.enter_context(pod(folder, model, "prefill", KV_MEMORY, *more)),
+                    pods.enter_context(pod(folder, model, "decode", KV_MEMORY, *more)),
+                )
+                for more in ((), ("--no-checksums",))
+            )
+            asyncio.run(measure(folder, pair, plain, sizes, given.rounds))
     return 0
 
 

@@ -316,8 +316,8 @@ async def hand_offs(
         for number in range(rounds * 10 + 10):
             await asyncio.sleep(PAUSE_S)
             leg = make_leg(f"e2e-{number}", TOY_TOKENS, number, largest_id=500, answer=2)
-            whole, _ = await hand_off(session, prefill, decode, leg)
-            pairs.append((whole, bare.take(4096)))
+            timed = await hand_off(session, prefill, decode, leg)
+            pairs.append((timed.hand_off, bare.take(4096)))
         times: list[float] = []
         leg = make_leg("steps", TOY_TOKENS, 10**6, largest_id=500, answer=400)
         async for now, frame in frames(session, decode + "/internal/v1/generate", leg):

@@ -21,7 +21,7 @@ TOY_SPEC: dict[str, Any] = {
     "prefill": {"replicas": 2},
     "decode": {"replicas": 2},
     "router": {"auth": "none", "requestDeadline": f"{DEADLINE_S:g}s", "disaggregation": {"minUncachedTokens": 32}},
-    "transfer": {"lease": LEASE, "checksums": True},  # faults flip bits behind TCP
+    "transfer": {"lease": LEASE},
 }
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_SPEC: dict[str, Any] = {
@@ -30,7 +30,7 @@ SMOLLM2_SPEC: dict[str, Any] = {
     "prefill": {"replicas": 1},
     "decode": {"replicas": 2},
     "router": {"auth": "none", "requestDeadline": f"{DEADLINE_S:g}s", "disaggregation": {"mode": "always"}},
-    "transfer": {"lease": LEASE, "checksums": True},  # faults flip bits behind TCP
+    "transfer": {"lease": LEASE},
 }
 # Each has an answer of any length; the last one is long.
 SMOLLM2_PROMPTS = (

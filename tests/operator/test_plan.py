@@ -124,14 +124,14 @@ def test_numbers_of_the_manifest_reach_the_flags() -> None:
     """Durations and quantities become seconds and bytes."""
     made = make_plan(
         spec__engine={"kvMemory": "64Mi"},
-        spec__transfer={"lease": "1m", "failurePolicy": "retry", "checksums": True},
+        spec__transfer={"lease": "1m", "failurePolicy": "retry", "checksums": False},
         spec__router={"auth": "none", "requestDeadline": "2m"},
     )
     engine, router = made.pods[0].rendered(SLOTS), made.pods[-1].rendered(SLOTS)
     assert flag(engine, "--kv-memory") == str(64 * 2**20)
     assert flag(engine, "--lease") == "60"
-    assert "--checksums" in engine
-    assert "--checksums" not in make_plan().pods[0].rendered(SLOTS)
+    assert "--no-checksums" in engine
+    assert "--no-checksums" not in make_plan().pods[0].rendered(SLOTS)
     assert flag(router, "--request-deadline") == "120"
     assert flag(router, "--transfer-failure") == "retry"
 

@@ -214,10 +214,11 @@ class Transfer(ManifestModel):
     trust_network: bool = False
     """Whether transports that cannot authenticate their peers may be chosen; `tcp` does not need it."""
 
-    checksums: bool = False
+    checksums: bool = True
     """Whether each ferried block has a checksum (XXH3, 64 bits), made by the pod that computed it and checked by the
-    one that reads it: a byte that changed on its way or in memory costs a recompute, never a wrong token. It makes a
-    transfer slower; `benchmarks/transfer.py` says by how much."""
+    one that reads it: a byte that changed on its way or in memory costs a recompute, never a wrong token. Without
+    them a transfer takes less CPU (`benchmarks/transfer.py` says how much), and what TCP's own 16 bits let pass is not
+    found."""
 
     failure_policy: Literal["recompute", "retry", "fail"] = "recompute"
     """What is done when KV cannot be ferried. `recompute`: the decode pod computes the prompt itself. `retry`: other

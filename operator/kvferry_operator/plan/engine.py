@@ -62,7 +62,7 @@ def _argv(
             argv += [flag, str(value)]
     if settings.prefix_caching is False:
         argv.append("--no-prefix-caching")
-    if spec.transfer.checksums:
-        argv.append("--checksums")
+    if not spec.transfer.checksums:
+        argv.append("--no-checksums")
     lease = DEFAULT_LIMITS.lease_s if spec.transfer.lease is None else parse_duration(spec.transfer.lease)
     return [*argv, "--lease", format_seconds(lease)]

@@ -22,7 +22,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int = 0  # 0: any free port
     data_port: int = 0
     backends: tuple[str, ...] = ("tcp",)  # in order of preference
-    checksums: bool = False  # on the handles that are granted here; those of others are checked wherever they have them
+    checksums: bool = True  # on the handles that are granted here; those of others are checked wherever they have them
     limits: Limits = DEFAULT_LIMITS
 
     @property

@@ -22,6 +22,8 @@ def test_defaults_and_values() -> None:
     )
     assert (config.served_name, config.kv_memory, config.limits.lease_s) == ("smol", 512 * 2**20, 0.5)
     assert not config.prefix_caching
+    assert config.checksums
+    assert not parse(["toy", "--no-checksums"], env={}).checksums
     assert config.threads_why == "--threads"
     assert parse(["toy"], env={"OMP_NUM_THREADS": "many"}).threads >= 1
 
