@@ -30,7 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 64
     token_budget: int = 0  # 0: what a step of half a second computes
     prefix_caching: bool = True
-    checksums: bool = False  # of blocks that are leased out
+    checksums: bool = True  # of blocks that are leased out
     host: str = "127.0.0.1"
     advertised_host: str = ""
     control_port: int = 0  # these three: 0 takes a free one; without keys none is opened
