@@ -7,8 +7,10 @@ import random
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -26,6 +28,7 @@ from kvferry_router.pod_client import PodClient
 from kvferry_router.pool import PodPool
 from kvferry_router.proxy import Background, Proxy
 from kvferry_router.resumes import ResumeBudget, Suspects
+from kvferry_router.select.pairing import PairingNews
 from kvferry_router.tenants import KeyFileError, default_tenant
 from kvferry_router.text_service import TextService
 from kvferry_service import exits, logs, run
@@ -35,10 +38,12 @@ from kvferry_service.metrics import make_registry
 from kvferry_service.parent import die_with_parent
 from kvferry_wire.keys import ServiceKeys
 from kvferry_wire.limits import DEFAULT_LIMITS, Limits
+from kvferry_wire.pod import Role
 
 _GRACE_S = 14.0  # from the parent's death to the hard end
 _ABORT_GRACE_S = 1.0
 _API_KEYS_EVERY_S = 1.0
+_UNPAIRED_EVERY_S = 10.0
 _log = logs.get_logger("kvferry_router")
 
 
@@ -60,6 +65,8 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
     try:
         async with PodClient(keys, limits) as client:
             pool = _pool(config, limits)
+            for role in get_args(Role):
+                metrics.pods_unpaired.labels(role).set_function(partial(_unpaired, pool, role))
             watch = PodWatch(
                 discovery=_discovery(config, limits, metrics),
                 pool=pool,
@@ -83,6 +90,7 @@ async def serve(config: RouterConfig, stop: run.StopSignal, limits: Limits = DEF
             server = HttpServer(app.build(), limits, internal=False)
             await server.start(*listeners)
             tasks = [asyncio.create_task(watch.run(), name="watch"), asyncio.create_task(app.move(), name="mover")]
+            tasks.append(asyncio.create_task(_tell_unpaired(pool), name="unpaired pods"))
             if api_keys is not None:
                 tasks.append(asyncio.create_task(_reload(api_keys, metrics), name="api keys"))
             port = listeners[0].getsockname()[1]
@@ -113,6 +121,20 @@ def _pool(config: RouterConfig, limits: Limits) -> PodPool:
         rng=random.Random(int.from_bytes(os.urandom(8))),
         must_ferry=config.transfer_failure == "fail",
     )
+
+
+async def _tell_unpaired(pool: PodPool) -> None:
+    """A line in the log for each pod that stays without a partner."""
+    news = PairingNews()
+    while True:
+        for one in news.look(pool.unpaired()):
+            fields = logs.fields(pod=one.pod, beside=one.beside, why=one.why)
+            _log.warning("no pod of the other role has its compat hash", extra=fields)
+        await asyncio.sleep(_UNPAIRED_EVERY_S)
+
+
+def _unpaired(pool: PodPool, role: Role) -> int:
+    return sum(one.role == role for one in pool.unpaired())
 
 
 def _proxy(

@@ -90,6 +90,9 @@ class RouterMetrics:
             registry, "router_index_dropped", "Entries left out because the index is full."
         )
         self.pods: Gauge = metrics.gauge(registry, "router_pods", "Pods, by role and state.", ("role", "state"))
+        self.pods_unpaired: Gauge = metrics.gauge(
+            registry, "router_pods_unpaired", "Pods that no pod of the other role shares a compat hash with.", ("role",)
+        )
         self.discovery_connected: Gauge = metrics.gauge(
             registry, "router_discovery_connected", "1 while what discovery tells of the pods is up to date."
         )

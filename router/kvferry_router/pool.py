@@ -15,10 +15,12 @@ from kvferry_router.flow_messages import Kind, NeedPod
 from kvferry_router.index.feed import FeedEffect, FetchSnapshot, Forget, Remove, Replace, Store
 from kvferry_router.index.prefix_index import PrefixIndex
 from kvferry_router.select.candidates import Ask, Candidate
+from kvferry_router.select.pairing import Unpaired, unpaired
 from kvferry_router.select.policy import Decision, Policy, choose, choose_again
 from kvferry_wire.limits import Limits
 from kvferry_wire.pod import PodInfo
 
+KINDS: tuple[Kind, Kind] = ("prefill", "decode")
 Hashes = Mapping[int, Sequence[bytes]]  # block size -> the prompt's chained hashes
 
 
@@ -92,6 +94,11 @@ class PodPool:
         ]
         return "no decode pod can be used: " + ("; ".join(reasons[:8]) or "there is none")
 
+    def unpaired(self) -> list[Unpaired]:
+        """Pods that would take a leg, but between which and the other side no KV is ferried: compat hashes differ."""
+        prefill, decode = ([(record.name, _info(record)) for record in self.usable(kind)] for kind in KINDS)
+        return unpaired(prefill, decode)
+
     # ---- choices -----------------------------------------------------------------------------------------------
 
     def choose(self, ask: Ask, hashes: Hashes, now: float) -> Decision:
@@ -106,6 +113,10 @@ class PodPool:
         if decision.reason == "no_prefill" and self.must_ferry:
             # The service would rather have a transfer that may fail than none.
             decision = choose(ask, candidates, self._policy, self._rng)
+        if decision.reason == "no_prefill" and (alone := self.unpaired()):
+            told = {one.pair: f"compat hashes differ: {one.why}" for one in alone}
+            pairs = {**decision.filtered.get("pairs", {}), **told}
+            decision = replace(decision, filtered={**decision.filtered, "pairs": pairs})
         if decision.prefill is not None and decision.decode is not None:
             self.breakers.chosen(self._pair(decision.prefill, decision.decode), now)
         return decision

@@ -41,6 +41,7 @@ class FetchReport(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str  # as asked for
     commit: str | None = None  # of a hub: what the revision resolved to
+    digest: str | None = None  # of the model as it lies there: the `model_digest` of an engine that runs it
     bytes: int = 0  # of the model's files
 
 

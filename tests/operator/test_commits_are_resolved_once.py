@@ -72,31 +72,6 @@ def test_a_commit_stays_when_the_pods_that_told_it_go() -> None:
     assert cluster.found["status"]["modelCommit"] == FIRST
 
 
-def test_pods_of_one_revision_with_other_commits_do_not_ferry_and_it_is_said() -> None:
-    """Only where no prefill pod has what a decode pod has; a pod that tells nothing is no reason."""
-    cluster = make_cluster()
-    by_role = {
-        role: [pod for pod in cluster.pods.values() if pod["metadata"]["labels"]["app.kubernetes.io/component"] == role]
-        for role in ("prefill", "decode")
-    }
-
-    def ferry() -> tuple[str, str]:
-        cluster.settle()
-        (found,) = [one for one in cluster.found["status"]["conditions"] if one["type"] == "KVTransferEffective"]
-        return found["reason"], found["message"]
-
-    for pod in by_role["prefill"]:
-        fetched(pod, FIRST, "2026-01-01T00:00:02Z")
-    assert ferry()[0] == "SameRevision"
-    for pod in by_role["decode"]:
-        fetched(pod, SECOND, "2026-01-01T00:00:03Z")
-    reason, message = ferry()
-    assert reason == "CompatDiffers"
-    assert FIRST[:12] in message and SECOND[:12] in message
-    fetched(by_role["decode"][0], FIRST, "2026-01-01T00:00:04Z")
-    assert ferry()[0] == "SameRevision"
-
-
 def test_pods_find_the_commit_by_an_optional_reference() -> None:
     """It is part of the template from the beginning, under a key of the source alone."""
     names = commit_names("demo", parse_source(MODEL["source"]))

@@ -32,7 +32,7 @@ def test_a_status_of_nobody_may_pass(status: int) -> None:
 
 def test_a_report_comes_back_whole() -> None:
     """For the longest source that a manifest takes; too long a one is refused, not cut."""
-    report = FetchReport(source="s3://" + "a" * 1019, commit="1" * 40, bytes=2**50)
+    report = FetchReport(source="s3://" + "a" * 1019, commit="1" * 40, digest="2" * 64, bytes=2**50)
     assert decode_report(encode_report(report).decode()) == report
     with pytest.raises(ValueError, match=str(MAX_REPORT)):
         encode_report(FetchReport(source="x" * MAX_REPORT))

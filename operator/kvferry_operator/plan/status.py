@@ -7,12 +7,13 @@ import msgspec
 
 from kvferry_operator.api.service import InferenceService
 from kvferry_operator.plan.causes import Cause, apply_cause, deployment_cause, is_ready, pod_cause
-from kvferry_operator.plan.manifests.commits import commit_names, fetched_commit, pinned
+from kvferry_operator.plan.manifests.commits import commit_names, pinned
 from kvferry_operator.plan.manifests.context import Context
 from kvferry_operator.plan.manifests.meta import COMPONENT, Object, Owner
 from kvferry_operator.plan.manifests.names import ENGINE_ROLES, ROLES
 from kvferry_operator.plan.manifests.services import endpoint_url
 from kvferry_operator.plan.observed import Seen, owner_uid, replicas
+from kvferry_operator.plan.pairing import lonely
 from kvferry_operator.plan.pods import ServicePlan
 from kvferry_operator.plan.rollout import RoleState, done
 
@@ -204,26 +205,14 @@ def _ferry(service: InferenceService, plan: ServicePlan, views: Mapping[str, Rol
     if not (views["prefill"].ready and views["decode"].ready):
         told = f"needs a ready prefill and a ready decode pod of revision {plan.revision}"
         return Condition(type=kind, status="False", reason="WaitsForPods", message=told)
-    run = {role: _commits_run(plan, role, seen) for role in ENGINE_ROLES}
-    if run["prefill"] and run["decode"] and not run["prefill"] & run["decode"]:
-        told = (
-            f"prefill and decode fetched different commits of {plan.source} ({_some(run['prefill'])}; "
-            f"{_some(run['decode'])}), so their compat hashes differ: delete the pods of the older one"
-        )
-        return Condition(type=kind, status="False", reason="CompatDiffers", message=told)
+    alone = lonely(plan, seen)
+    if alone is not None and alone.all:
+        return Condition(type=kind, status="False", reason="CompatDiffers", message=alone.told)
     backend = service.spec.transfer.backend
     told = f"prefill and decode of revision {plan.revision} ferry KV by {'tcp' if backend == 'auto' else backend}"
+    if alone is not None:
+        return Condition(type=kind, status="True", reason="SomeDiffer", message=f"{told}, but not all: {alone.told}")
     return Condition(type=kind, status="True", reason="SameRevision", message=told)
-
-
-def _commits_run(plan: ServicePlan, role: str, seen: Seen) -> set[str]:
-    """The commits of the model that a role's ready pods have fetched, as far as they tell."""
-    pods = (pod for pod in seen.role_pods(role, plan.revision) if is_ready(pod))
-    return {commit for pod in pods if (commit := fetched_commit(pod, plan.source)) is not None}
-
-
-def _some(commits: set[str]) -> str:
-    return ", ".join(commit[:12] for commit in sorted(commits)[:3])
 
 
 def _ferries(service: InferenceService, wanted: Mapping[str, int]) -> bool:

@@ -63,7 +63,10 @@ def run_fetch(args: argparse.Namespace) -> int:
     if args.link is not None:
         _make_link(args.link, fetched.path)
     if args.report is not None:
-        report = FetchReport(source=str(source), commit=fetched.commit, bytes=fetched.bytes)
+        from kvferry_runtime.model.folder import open_folder
+
+        digest = open_folder(fetched.path).digest
+        report = FetchReport(source=str(source), commit=fetched.commit, digest=digest, bytes=fetched.bytes)
         try:
             args.report.write_bytes(encode_report(report))
         except OSError as error:

@@ -5,7 +5,8 @@ pod that has fetched tells the commit in its termination message; the operator k
 under a key of the source, and shows it in the status. A container that fetches later finds it there, by an optional
 reference that is part of the pods' template from the beginning: that a commit becomes known changes no template and
 starts no pod anew. Pods that start before it is known resolve the branch each for itself, within seconds; should one of
-them get another commit, its compat hash differs, no KV is ferried to or from it, and the status says so.
+them get another commit, its compat hash differs, no KV is ferried to or from it, and the status says so
+(``plan.pairing``).
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from kvferry_operator.plan.manifests.meta import Object, Owner
 from kvferry_operator.plan.manifests.model import FETCH, CommitNames
 from kvferry_operator.plan.manifests.names import child
 from kvferry_operator.plan.observed import Seen, owner_uid
-from kvferry_wire.fetch import COMMIT_VARIABLE, decode_report
+from kvferry_wire.fetch import COMMIT_VARIABLE, FetchReport, decode_report
 
 PLAN = "plan"  # the ConfigMap's suffix
 PREFIX = "commit-"
@@ -55,9 +56,9 @@ def commits(owner: Owner, source: ModelSource, seen: Seen) -> dict[str, str]:
     return {**found, names.key: reported[0][1]} if reported else found
 
 
-def fetched_commit(pod: Object, source: ModelSource) -> str | None:
-    """The commit that a pod got; ``None`` where it does not tell, or the source has none."""
-    told = _reported(pod, source)
+def fetched(pod: Object, source: ModelSource) -> FetchReport | None:
+    """What a pod reports of the source that it has fetched; ``None`` where it does not tell."""
+    told = _told(pod, source)
     return None if told is None else told[1]
 
 
@@ -71,11 +72,18 @@ def _references(deployment: Object) -> Iterable[str]:
 
 def _reported(pod: Object, source: ModelSource) -> tuple[str, str] | None:
     """When a pod had fetched, and the commit that it got."""
+    told = _told(pod, source)
+    return None if told is None or told[1].commit is None else (told[0], told[1].commit)
+
+
+def _told(pod: Object, source: ModelSource) -> tuple[str, FetchReport] | None:
+    """When a pod had fetched, and its report."""
     for state in pod.get("status", {}).get("initContainerStatuses", ()):
         ended = state.get("state", {}).get("terminated", {})
         if state.get("name") != FETCH or ended.get("exitCode") != 0:
             continue
         report = decode_report(str(ended.get("message", "")))
-        if report is not None and report.source == str(source) and _COMMIT.fullmatch(report.commit or ""):
-            return str(ended.get("finishedAt", "")), str(report.commit)
+        if report is None or report.source != str(source) or (report.commit and not _COMMIT.fullmatch(report.commit)):
+            continue
+        return str(ended.get("finishedAt", "")), report
     return None
