@@ -188,6 +188,24 @@ CASES: list[tuple[str, Object, str, str]] = [
         "it needs Secret demo-keys",
     ),
     (
+        "volumes of a pod that fetches",
+        decode_pod(
+            init=[waiting("PodInitializing", name="fetch-model")],
+            containers=[waiting("PodInitializing")],
+        ),
+        "VolumesPending",
+        "it needs Secret demo-keys",
+    ),
+    (
+        "fetched",
+        decode_pod(
+            init=[{"name": "fetch-model", "ready": True, "state": {"terminated": {"exitCode": 0}}}],
+            containers=[waiting("PodInitializing")],
+        ),
+        "Starting",
+        "being started",
+    ),
+    (
         "fetching",
         decode_pod(
             init=[{"name": "fetch-model", "ready": False, "state": {"running": {}}}],

@@ -47,6 +47,7 @@ REASONS = (
 WAITS = frozenset({"VolumesPending", "FetchingModel", "Loading", "Starting", "ApiUnavailable"})
 IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
 CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "StartError"}
+CREATING = {"ContainerCreating", "PodInitializing"}
 REFUSED_EXIT = 2  # of our processes: something that the user has to change
 SIGNALS = {137: "SIGKILL", 143: "SIGTERM"}
 MAX_LINE = 600
@@ -99,6 +100,17 @@ def pod_cause(pod: Object) -> Cause | None:
         if (cause := _container_cause(pod, state, specs.get(state["name"], {}))) is not None
     ]
     return min(found, key=lambda cause: cause.rank) if found else _cause("Starting", f"{name}: being started")
+
+
+def unstarted(pod: Object) -> tuple[str, ...]:
+    """The containers with which a pod begins, where it has not: it waits for its volumes or an image.
+
+    Of a pod with init containers the kubelet says `PodInitializing` of all, also of those that are to run first.
+    """
+    status = pod.get("status", {})
+    states = status.get("initContainerStatuses") or status.get("containerStatuses") or ()
+    waits = [state["name"] for state in states if state.get("state", {}).get("waiting", {}).get("reason") in CREATING]
+    return tuple(waits) if len(waits) == len(states) else ()
 
 
 def deployment_cause(deployment: Object) -> Cause | None:
@@ -167,8 +179,8 @@ def _container_cause(pod: Object, state: Object, spec: Object) -> Cause | None:
         return _ended(pod, state, spec, ended)
     if now.get("terminated"):
         return None  # an init container that has done its work
-    if reason in ("ContainerCreating", "PodInitializing"):
-        return _creating(pod, container, reason)
+    if reason in CREATING:
+        return _creating(pod, container)
     if "running" in now and not state.get("ready"):
         if container == FETCH:
             return _cause("FetchingModel", f"{name}: fetching the model")
@@ -193,9 +205,9 @@ def _was_not_ready_yet(pod: Object, running: Object) -> bool:
     return bool(began and since and since <= began)  # both RFC 3339 in UTC to the second
 
 
-def _creating(pod: Object, container: str, reason: str) -> Cause | None:
-    if reason == "PodInitializing":
-        return None  # the init container tells more
+def _creating(pod: Object, container: str) -> Cause | None:
+    if container not in unstarted(pod):
+        return None  # another one runs before it, and tells more
     name = pod["metadata"]["name"]
     needed = sorted(_references(pod["spec"].get("volumes", ())))
     listed = f"; it needs {', '.join(needed)}" if needed else ""

@@ -8,7 +8,7 @@ from kvferry_operator.plan.manifests.meta import Object
 
 
 class Create(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Create; that it exists already (409) is done."""
+    """Create; that one of its name exists already is done."""
 
     object: Object
     manager: str
@@ -35,7 +35,7 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Delete(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Delete this very object (precondition: uid), in the background. That it is gone (404, 409) is done."""
+    """Delete this very object (precondition: uid), in the background. That it is gone (404) is done."""
 
     api_version: str
     kind: str

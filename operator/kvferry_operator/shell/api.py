@@ -33,14 +33,18 @@ class ApiError(Exception):
     Attributes:
         code: HTTP status; 0 where there was no answer. The change may have been made then.
         message: the server's words.
+        reason: the server's one word. A 409 is of two kinds: ``exists``, and two who wrote at the same moment.
         retry_after_s: how long the server asks to wait; 0 where it does not.
         away: no connection to the server, or no answer in time.
     """
 
-    def __init__(self, code: int, message: str, *, retry_after_s: float = 0.0, away: bool = False) -> None:
+    def __init__(
+        self, code: int, message: str, *, reason: str = "", retry_after_s: float = 0.0, away: bool = False
+    ) -> None:
         super().__init__(f"{code}: {message}" if code else message)
         self.code = code
         self.message = message
+        self.reason = reason
         self.retry_after_s = retry_after_s
         self.away = away
 
@@ -50,6 +54,11 @@ class ApiError(Exception):
         if self.code == 429:
             return max(1.0, self.retry_after_s)
         return max(self.retry_after_s, 1.0 if self.away else 0.0)
+
+    @property
+    def exists(self) -> bool:
+        """Whether a new object was refused for there is one of its name. Any other refusal says nothing of that."""
+        return self.code == 409 and self.reason == "AlreadyExists"
 
     @property
     def passing(self) -> bool:
@@ -71,7 +80,7 @@ class Api(Protocol):
         """Names of the kinds that the server has in a group and version now."""
 
     async def create(self, kind: Kind, body: Object, manager: str) -> Object:
-        """A new object; 409 where there is one of this name."""
+        """A new object; an error that ``exists`` where there is one of this name."""
 
     async def apply(self, kind: Kind, body: Object, manager: str, sub: str = "") -> Object:
         """Server-side apply with force, of the object or of a subresource."""
@@ -80,7 +89,7 @@ class Api(Protocol):
         """JSON merge patch; 404 where there is no such object."""
 
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
-        """Delete in the background, if it still is the object of this uid; 404 or 409 where it is not."""
+        """Delete in the background, if it still is the object of this uid; 404 where there is none, 409 for another."""
 
     async def replace(self, kind: Kind, body: Object, *, timeout_s: float) -> Object:
         """Write over exactly the version in ``body``; 409 where there is another. Not fenced: for the Lease."""
@@ -205,9 +214,10 @@ def _decoded(code: int, content: bytes, retry_after: str) -> Object:
     except ValueError:
         found = None
     if not 200 <= code < 300:
-        told = found.get("message", "") if isinstance(found, dict) else ""
+        told, reason = (found.get("message", ""), found.get("reason", "")) if isinstance(found, dict) else ("", "")
         message = str(told) or content[:200].decode("utf-8", "replace").strip() or f"status {code}"
-        raise ApiError(code, message[:MESSAGE_CHARS], retry_after_s=_seconds(found, retry_after))
+        wait_s = _seconds(found, retry_after)
+        raise ApiError(code, message[:MESSAGE_CHARS], reason=str(reason or ""), retry_after_s=wait_s)
     if not isinstance(found, dict):
         raise ApiError(0, f"status {code} with an answer that is no object")
     return found

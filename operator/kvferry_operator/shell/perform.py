@@ -38,7 +38,7 @@ class Performer:
         try:
             made = await self._api.create(kind, effect.object, effect.manager)
         except ApiError as error:
-            if error.code != 409:
+            if not error.exists:
                 raise
             return
         if kind is not SECRET:
@@ -60,8 +60,8 @@ class Performer:
         try:
             await self._api.delete(kind_of(effect.kind), effect.namespace, effect.name, effect.uid)
         except ApiError as error:
-            if error.code not in (404, 409):
-                raise
+            if error.code != 404:
+                raise  # also of 409: whether it was another object or only another write, no answer tells
         if self._cache.uid((effect.kind, effect.namespace, effect.name)) == effect.uid:
             self._cache.forget((effect.kind, effect.namespace, effect.name))
         self._log("deleted", effect)

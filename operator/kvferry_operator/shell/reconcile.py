@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from kvferry_operator.plan.causes import unstarted
 from kvferry_operator.plan.decide import NOTHING, Decision, decide, owner_of
 from kvferry_operator.plan.effects import Apply, ApplyFault, Create, Effect
 from kvferry_operator.plan.manifests.meta import FIELD_MANAGER, Object
 from kvferry_operator.plan.manifests.settings import ClusterSettings
-from kvferry_operator.plan.observed import Seen
+from kvferry_operator.plan.observed import Seen, owner_uid
 from kvferry_operator.plan.status import refused
 from kvferry_operator.shell.api import Api, ApiError
 from kvferry_operator.shell.cache import ObjectCache, Ref, ServiceKey, ref_of
@@ -27,6 +28,7 @@ LOOKS_AT_ONCE = 4  # of one pass; the connections of the client are shared by al
 ABSENT_S = 15.0  # what was not there need not be looked up again while the server is too busy for writes
 KEYS_AGAIN_S = 30.0  # between attempts to make a Secret that pods may wait for
 INTERNAL = "OperatorFailed"
+DEPLOYMENT = "Deployment"
 _log = logs.get_logger(__name__)
 
 
@@ -35,6 +37,7 @@ class _Memory(msgspec.Struct, kw_only=True):
 
     uid: str
     keys_at: float | None = None  # when its Secret was last made or found
+    keys_due: bool = False  # it was to be made, and could not be yet
     faults: tuple[ApplyFault, ...] = ()
     absent: frozenset[Ref] = frozenset()  # looked up in a pass that the server's pause has ended
     absent_at: float = 0.0
@@ -217,17 +220,24 @@ class _Pass:
             return msgspec.structs.replace(NOTHING, status=told)
 
     def _keys(self) -> dict[str, bytes] | None:
-        """New keys, where the Secret may have to be made: not made yet by this process, or pods wait for volumes."""
-        its, at = self._its, self._memory.keys_at
-        if at is not None:
-            waits = any(_waits(pod) for pod in its._cache.related(self._key) if pod["kind"] == POD.kind)
-            if not waits or its._clock() < at + KEYS_AGAIN_S:
+        """New keys, where the Secret may have to be made: nothing of the service is there, or pods wait for volumes.
+
+        It is made before any Deployment: where there is one, there was a Secret.
+        """
+        its, memory = self._its, self._memory
+        related = its._cache.related(self._key)
+        ours = (found for found in related if found["kind"] == DEPLOYMENT and owner_uid(found) == memory.uid)
+        begun = memory.keys_at is not None or any(True for _ in ours)
+        if begun and not memory.keys_due:
+            waits = any(unstarted(pod) for pod in related if pod["kind"] == POD.kind)
+            if not waits or (memory.keys_at is not None and its._clock() < memory.keys_at + KEYS_AGAIN_S):
                 return None
+        memory.keys_due = True
         return {name: secrets.token_bytes(KEY_BYTES) for name in KEY_NAMES}
 
     def _done(self, effect: Effect) -> None:
         if isinstance(effect, Create) and effect.object["kind"] == SECRET.kind:
-            self._memory.keys_at = self._its._clock()
+            self._memory.keys_at, self._memory.keys_due = self._its._clock(), False
 
     # ---- tell
 
@@ -259,8 +269,10 @@ class _Pass:
             its._cache.put(await its._api.apply(kind_of(kind), body, FIELD_MANAGER, "status"))
             self._wrote = True
         except ApiError as error:
-            if error.code in (404, 409):
-                return None  # it is gone, or another object has its name: its events will tell
+            if error.code == 404:
+                return None  # it is gone: its events will tell
+            if error.code == 409:
+                return 0.0  # somebody wrote at the same moment, or another object has its name: look again
             where = logs.fields(service="/".join(self._key), kind=kind, name=metadata["name"], reason=str(error))
             _log.warning("a status was not written", extra=where)
             return error.pause_s
@@ -272,9 +284,3 @@ def _wanted(effect: Effect) -> Ref | None:
     if isinstance(effect, Apply | Create) and effect.object["kind"] != SECRET.kind:
         return ref_of(effect.object)
     return None
-
-
-def _waits(pod: Object) -> bool:
-    """Whether a pod waits for its volumes."""
-    states = pod.get("status", {}).get("initContainerStatuses", []) + pod.get("status", {}).get("containerStatuses", [])
-    return any(state.get("state", {}).get("waiting", {}).get("reason") == "ContainerCreating" for state in states)

@@ -227,8 +227,20 @@ def first(count: int, fault: Fault) -> Callable[[Asked], Fault | None]:
     return lambda asked: left.pop() if left and asked.change and not asked.lease else None
 
 
+def conflicts(number: int) -> Callable[[Asked], Fault | None]:
+    """409 to each so many-th change, and to the first of each status, of which no later write may make up."""
+    told: set[str] = set()
+
+    def rule(asked: Asked) -> Fault | None:
+        status = asked.path.endswith("/status") and asked.path not in told
+        told.update([asked.path] if status else [])
+        return Fault(409) if status else every(number, Fault(409))(asked)
+
+    return rule
+
+
 FAULTS: dict[str, Callable[[Asked], Fault | None]] = {
-    "conflicts": every(3, Fault(409)),
+    "conflicts": conflicts(3),
     "failures": every(3, Fault(500)),
     "busy": every(4, Fault(429, retry_after=1)),
     "cut before": every(3, Fault(cut=True)),

@@ -44,7 +44,7 @@ class FakeApi:
         there = (kind.kind, name) in self.cluster.objects
         self._change("create", kind.kind, name, lambda: self.cluster.perform(Create(object=body, manager=manager)))
         if there:
-            raise ApiError(409, "already exists")
+            raise ApiError(409, "already exists", reason="AlreadyExists")
         return self._answer(self.cluster.objects[kind.kind, name])
 
     async def apply(self, kind: Kind, body: Object, manager: str, sub: str = "") -> Object:
