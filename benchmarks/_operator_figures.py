@@ -9,7 +9,7 @@ Needs kube-apiserver, etcd and kubectl: `make test-tools`, or KUBEBUILDER_ASSETS
 - calls and CPU seconds for each service;
 - calls of the API per minute at rest, the Lease's and the watches' apart;
 - memory (RSS) with 1 service and with all of them, after start and after the work;
-- failover after SIGTERM and after kill -9, until the other operator has made a change;
+- failover after SIGTERM and after kill -9, until the other operator has made a change, and what it calls in all;
 - drift to repair: from a child's deletion by hand to its return, p50 and worst of all kinds.
 """
 
@@ -229,6 +229,7 @@ def run(options: argparse.Namespace, server: ApiServer, folder: Path) -> Figures
         measure_drift(figures, many[-1], options.rounds)
         leader = measure_failover(figures, start, process, one[0], options.rounds)
         rest(leader)
+        figures.add("a new leader's calls but for its Lease", leader.calls(), "calls", f"{options.services} services")
         figures.add(f"RSS with {options.services} services, after a start", leader.rss_mib(), "MiB")
     finally:
         for process in processes:

@@ -4,8 +4,10 @@ import copy
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvferry_operator.plan.diff import first_difference, stamped
+from kvferry_operator.plan.diff import first_difference, same, stamped
 from kvferry_operator.plan.manifests.meta import Object
 from tests.operator.cluster import DEMO, find, make_objects
 
@@ -64,3 +66,21 @@ def test_the_first_difference_is_named(change: Any, words: str) -> None:
     found = stamped(copy.deepcopy(made()))
     change(found)
     assert first_difference(made(), found) == words
+
+
+LEAVES = st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from(["", "a", "1Gi", "1024Mi", "x" * 70])
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(wanted=VALUES, found=VALUES)
+def test_the_quick_look_and_the_words_agree(wanted: Any, found: Any) -> None:
+    """Words are looked for only where something differs: neither may see what the other does not."""
+    body: Object = {"metadata": {"name": "x"}, "spec": {"value": wanted, "kept": 1}}
+    there = stamped(body) | {"spec": {"value": found, "kept": 1}}
+    told = first_difference(body, there)
+    assert (told is None) == same(wanted, found)
+    assert first_difference(body, stamped(body)) is None

@@ -232,8 +232,13 @@ class Operator:
         )
 
     def _seen(self, found: Object, listing: bool) -> None:
-        self._heard(ref_of(found), listing)
-        self._add(self.cache.put(found))
+        ref = ref_of(found)
+        self._heard(ref, listing)
+        # What a list shows for the first time is there, and has not changed.
+        news = not listing or self.cache.uid(ref) is not None
+        keys = self.cache.put(found)
+        if news or self._working:
+            self._add(keys)
 
     def _gone(self, found: Object) -> None:
         self._heard(ref_of(found), False)

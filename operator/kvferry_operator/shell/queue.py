@@ -6,7 +6,8 @@ failed comes back after a back-off; what changes in between brings it forward, b
 passed. A key whose runs write all the time (somebody else keeps undoing it) is slowed down to one run per ``pace_s``.
 Keys that failed take at most half of the workers, so that the others never wait for them.
 
-Keys that changed go before those that come back by themselves, but for each fourth one.
+Keys that changed go before those that come back by themselves, but for each fourth one; and while one that changed
+runs, few others do beside it: passes share one thread, and each of its calls would wait for all of theirs.
 
 Where the API server asks for a pause, or cannot be reached, all keys pause; after it only few run at once until one
 has succeeded.
@@ -22,6 +23,7 @@ import msgspec
 Key = TypeVar("Key", bound=Hashable)
 WARY_RUNS = 2
 CALM_TURN = 4  # of so many runs, one is of a key that comes back by itself, if one is due
+CALM_SHARE = 4  # of the workers, one of so many runs such keys while one that changed runs
 _Item = tuple[float, int, Key]
 
 
@@ -53,6 +55,7 @@ class _Slot(msgspec.Struct, kw_only=True):
     urgent: bool = False  # it changed
     running: bool = False
     changed: bool = False  # while running
+    calm: bool = False  # running: it came back by itself
     failures: int = 0
     not_before: float = 0.0
     tokens: float = 0.0
@@ -72,6 +75,7 @@ class WorkQueue(Generic[Key]):
         self._turn = 0
         self._running = 0
         self._running_failed = 0
+        self._running_calm = 0
         self._paused_until = 0.0
         self._wary = False  # since the last pause nothing has succeeded
 
@@ -91,6 +95,8 @@ class WorkQueue(Generic[Key]):
             return None
         calm_first = self._turn % CALM_TURN == CALM_TURN - 1
         for urgent in (not calm_first, calm_first):
+            if not urgent and self._calm_wait():
+                continue
             key = self._pop(self._heaps[urgent], urgent, now)
             if key is not None:
                 self._turn += 1
@@ -104,6 +110,7 @@ class WorkQueue(Generic[Key]):
             raise KeyError(key)
         slot.running = False
         self._running -= 1
+        self._running_calm -= 1 if slot.calm else 0
         self._running_failed -= 1 if slot.failures else 0
         if outcome.pause_s > 0:
             self._paused_until, self._wary = max(self._paused_until, now + outcome.pause_s), True
@@ -185,9 +192,15 @@ class WorkQueue(Generic[Key]):
     def _failed_cap(self) -> int:
         return max(1, self._limits.workers // 2)
 
+    def _calm_wait(self) -> bool:
+        """Whether keys that come back by themselves have their share while one that changed runs."""
+        most = max(1, self._limits.workers // CALM_SHARE)
+        return self._running > self._running_calm and self._running_calm >= most
+
     def _start(self, slot: _Slot, now: float) -> None:
-        slot.due, slot.running, slot.started_at = None, True, now
+        slot.due, slot.running, slot.started_at, slot.calm = None, True, now, not slot.urgent
         self._running += 1
+        self._running_calm += 1 if slot.calm else 0
         self._running_failed += 1 if slot.failures else 0
 
     def _paced(self, slot: _Slot, wrote: bool, now: float) -> float:

@@ -23,7 +23,7 @@ from kvferry_service import logs
 SERVER_TIMEOUT_S = 300  # of one watch request
 INACTIVITY_S = 70.0  # without even a bookmark: the connection is dead
 CONNECT_S, REQUEST_S = 5.0, 30.0
-CHUNK = 500  # objects of one list request
+CHUNK = 100  # objects of one list request: with what becomes of them in memory, they are what a start costs
 RECONNECT_S = 1.0
 IDLE_S = 0.1  # after which kopf forgets the queue of an object
 BEAT_S = 1.0

@@ -132,17 +132,19 @@ async def test_a_stuck_worker_is_not_live(operator: Operator, time: Time) -> Non
 
 
 async def test_work_begins_with_what_changed_lately(operator: Operator, time: Time) -> None:
-    """Who led before may not have seen it; nothing is queued while another one leads."""
+    """Who led before may not have seen it; nothing is queued while another one leads. What was there when this process
+    came is no change; what another list shows of it later is."""
 
-    def show(name: str, version: int) -> None:
+    def show(name: str, version: int, *, listing: bool = False) -> None:
         metadata = {"name": name, "namespace": "ns", "uid": name, "resourceVersion": str(version)}
         kind = {"apiVersion": "serving.kvferry.dev/v1alpha1", "kind": "InferenceService"}
-        operator._seen({**kind, "metadata": metadata, "spec": {}}, False)
+        operator._seen({**kind, "metadata": metadata, "spec": {}}, listing)
 
     for number in range(8):
-        show(f"old{number}", number + 1)
-    time.at += 600
-    show("new", 100)
+        show(f"old{number}", number + 1, listing=True)
+    show("new", 100, listing=True)
+    time.at += 10
+    show("new", 101, listing=True)
     assert len(operator.workers.queue) == 0
     tasks = operator._begin()
     for task in tasks:

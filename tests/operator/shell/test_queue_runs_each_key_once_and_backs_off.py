@@ -74,6 +74,21 @@ def test_what_changed_goes_before_what_comes_back_by_itself() -> None:
     assert sorted(taken) == sorted({f"{kind}-{number}" for kind in ("all", "new") for number in range(6)})
 
 
+def test_while_a_change_is_at_work_few_others_are() -> None:
+    """A new leader looks at all its services: whoever edits one then does not wait for theirs between any two calls."""
+    queue = make_queue(LIMITS)  # of 4 workers, one
+    for number in range(9):
+        queue.add(f"all-{number}", 0.0, urgent=False)
+    queue.add("new", 1.0)
+    assert [queue.take(2.0) for _ in range(3)] == ["new", "all-0", None]
+    queue.done("all-0", 2.0, WELL)
+    assert [queue.take(2.0) for _ in range(2)] == ["all-1", None]
+    queue.done("new", 2.0, WELL)
+    assert [queue.take(2.0) for _ in range(3)] == ["all-2", "all-3", "all-4"]
+    queue.add("newer", 2.0)
+    assert queue.take(2.0) == "newer"
+
+
 def test_a_change_makes_a_waiting_key_urgent() -> None:
     """It does not wait at its former place."""
     queue = make_queue(LIMITS)
@@ -81,7 +96,9 @@ def test_a_change_makes_a_waiting_key_urgent() -> None:
         queue.add(key, 0.0, urgent=False)
     queue.add("d", 1.0)
     queue.add("d", 1.0, urgent=False)
-    assert [queue.take(1.0) for _ in range(5)] == ["d", "a", "b", "c", None]
+    assert queue.take(1.0) == "d"
+    queue.done("d", 1.0, WELL)
+    assert [queue.take(1.0) for _ in range(4)] == ["a", "b", "c", None]
 
 
 def test_a_failing_key_backs_off_to_a_cap() -> None:
@@ -186,7 +203,11 @@ def test_failing_keys_leave_half_of_the_workers_to_the_others() -> None:
         run(queue, 0.0, FAILED)
     for key in "xyz":
         queue.add(key, 5.0)
-    assert [queue.take(9.0) for _ in range(6)] == ["x", "y", "z", "a", "b", None]
+    taken = [queue.take(9.0) for _ in range(3)]
+    assert taken == ["x", "y", "z"]
+    for key in "xyz":
+        queue.done(key, 9.0, WELL)
+    assert [queue.take(9.0) for _ in range(3)] == ["a", "b", None]
     queue.done("a", 9.5, FAILED)
     assert queue.take(9.5) == "c"
 
