@@ -11,6 +11,7 @@ import pytest
 
 from e2e.harness.kubectl import Kubectl, KubectlError, Object
 from e2e.harness.nodes import Nodes, own_nodes
+from e2e.harness.service import READY_AGAIN_S, Service
 from e2e.harness.waiting import wait_for
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +111,13 @@ def hostnames(cluster: Kubectl) -> list[str]:
     """Names of the nodes that take pods."""
     listed = cluster.list("nodes")
     return [node["metadata"]["name"] for node in listed if not node["spec"].get("taints")]
+
+
+@pytest.fixture
+def service(shared: Service) -> Service:
+    """The service that a file's tests share, ready again however the test before left it."""
+    shared.wait_ready(READY_AGAIN_S)
+    return shared
 
 
 @pytest.fixture(autouse=True)

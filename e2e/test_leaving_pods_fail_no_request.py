@@ -15,7 +15,7 @@ from e2e.harness.asking import Answer, ask, traffic, undisturbed
 from e2e.harness.departures import UNREADY_S, Departure, departures
 from e2e.harness.kubectl import Kubectl
 from e2e.harness.nodes import Nodes
-from e2e.harness.service import Service
+from e2e.harness.service import Service, ready_service
 from e2e.harness.waiting import wait_for
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -32,20 +32,8 @@ Asker = Callable[[str], Answer]
 
 @pytest.fixture(scope="module")
 def shared(kubectl: Kubectl) -> Iterator[Service]:
-    made = Service(kubectl, "leaving")
-    made.apply(decode={"replicas": 2}, router={"replicas": 2}, **SMALL)
-    try:
-        made.wait_ready(300)
+    with ready_service(kubectl, "leaving", decode={"replicas": 2}, router={"replicas": 2}, **SMALL) as made:
         yield made
-    finally:
-        made.delete()
-
-
-@pytest.fixture
-def service(shared: Service) -> Service:
-    """The service, ready again however the test before left it."""
-    shared.wait_ready(300)
-    return shared
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from e2e.harness.waiting import wait_for
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
 READY_S = 180.0
+READY_AGAIN_S = 300.0  # of several pods at once, on a machine that has just been harmed
 GONE_S = 120.0
 TRUTH_S = 30.0  # within which the status says why
 # Whatever the operator may make for a service.
@@ -177,3 +178,11 @@ def service(kubectl: Kubectl, name: str, **changes: Any) -> Iterator[Service]:
         yield made
     finally:
         made.delete()
+
+
+@contextmanager
+def ready_service(kubectl: Kubectl, name: str, **changes: Any) -> Iterator[Service]:
+    """The same, with all its pods ready."""
+    with service(kubectl, name, **changes) as made:
+        made.wait_ready(READY_AGAIN_S)
+        yield made
