@@ -33,7 +33,7 @@ serve: install ## install, fetch the demo model, serve examples/smollm2.yaml on 
 	@exec $(BIN)/kvferry up $(MANIFEST) --port $(PORT)
 
 test: install-dev ## install what the tests need, then run them (TESTS=path, ARGS="pytest options")
-	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+	$(BIN)/python -m $(if $(filter tests,$(TESTS)),tests,pytest $(TESTS)) $(ARGS)
 
 test-tools: ## build what tests on a Kubernetes API server need (kube-apiserver, etcd, kubectl, Helm) with Go, once
 	e2e/tools/build.sh apiserver helm

@@ -6,9 +6,22 @@ from pathlib import Path
 
 import pytest
 
+API_SERVER = "tests/apiserver/"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Workers take tests one by one, except that one of them has all that need an API server: there is one server."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return API_SERVER if nodeid.startswith(API_SERVER) else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
