@@ -12,7 +12,7 @@ import pytest
 from e2e.harness.asking import Answer, ask, traffic, undisturbed
 from e2e.harness.kubectl import Kubectl, KubectlError, Object, conditions
 from e2e.harness.nodes import Nodes
-from e2e.harness.service import TRUTH_S, Service
+from e2e.harness.service import TRUTH_S, Service, ready_service
 from e2e.harness.waiting import wait_for
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -50,30 +50,19 @@ for hog in hogs:
     os.kill(hog, signal.SIGKILL)
 """
 OOM_TOLD_S = 10.0
+OPERATOR = "app.kubernetes.io/instance=kvferry"
 
 
 @pytest.fixture(scope="module")
-def whole(kubectl: Kubectl) -> Iterator[Service]:
+def shared(kubectl: Kubectl) -> Iterator[Service]:
     """One service for all tests of this file."""
-    made = Service(kubectl, "steady")
-    made.apply(decode={"replicas": 2})
-    try:
-        made.wait_ready(300)
+    with ready_service(kubectl, "steady", decode={"replicas": 2}) as made:
         yield made
-    finally:
-        made.delete()
-
-
-@pytest.fixture
-def running(whole: Service) -> Service:
-    """The service, ready again however the test before left it."""
-    whole.wait_ready(300)
-    return whole
 
 
 def restarts(service: Service) -> dict[str, int]:
     """Of each pod of the service."""
-    states = {pod["metadata"]["name"]: pod["status"]["containerStatuses"] for pod in _pods(service)}
+    states = {pod["metadata"]["name"]: pod["status"].get("containerStatuses", ()) for pod in _pods(service)}
     return {name: sum(each["restartCount"] for each in containers) for name, containers in states.items()}
 
 
@@ -93,9 +82,9 @@ def wait_restarted(service: Service, before: dict[str, int]) -> None:
 
 
 @pytest.mark.restarts_operator
-def test_serving_goes_on_without_the_api_server(running: Service, nodes: Nodes) -> None:
+def test_serving_goes_on_without_the_api_server(service: Service, nodes: Nodes) -> None:
     """Two minutes without an API server: every answer is whole, no pod is started again, and all is well after."""
-    url, before = running.url_by_address(), restarts(running)
+    url, before = service.url_by_address(), restarts(service)
     waited = threading.Event()
     with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
         with nodes.api_server_away():
@@ -103,13 +92,13 @@ def test_serving_goes_on_without_the_api_server(running: Service, nodes: Nodes) 
         asked = len(clients.answers)
     assert not clients.failures()
     assert asked > 10
-    running.wait_ready(60)
-    assert restarts(running) == before
+    service.wait_ready(60)
+    assert restarts(service) == before
 
 
-def test_a_restart_of_the_kubelet_goes_unnoticed(running: Service, nodes: Nodes, hostnames: list[str]) -> None:
+def test_a_restart_of_the_kubelet_goes_unnoticed(service: Service, nodes: Nodes, hostnames: list[str]) -> None:
     """The kubelet of every node is restarted: pods and answers go on."""
-    url, before = running.url_by_address(), restarts(running)
+    url, before = service.url_by_address(), restarts(service)
     with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
         for node in hostnames:
             nodes.restart_kubelet(node)
@@ -121,19 +110,19 @@ def test_a_restart_of_the_kubelet_goes_unnoticed(running: Service, nodes: Nodes,
         seen = len(clients.answers)
         wait_for(lambda: len(clients.answers) >= seen + 6, "six more answers", 120)
     assert not clients.failures()
-    running.wait_ready(60)
-    assert restarts(running) == before
+    service.wait_ready(60)
+    assert restarts(service) == before
 
 
-def test_a_killed_decode_pod_ends_its_stream_honestly(running: Service, nodes: Nodes) -> None:
+def test_a_killed_decode_pod_ends_its_stream_honestly(service: Service, nodes: Nodes) -> None:
     """SIGKILL in the middle of a stream: the answer goes on whole, or ends in an explicit error that is counted."""
-    with running.address() as address:
+    with service.address() as address:
         expected = ask(address, max_tokens=160)
         assert expected.whole, expected.told()
-        router = running.pods("router")[0]["metadata"]["name"]
-        before, began = running.metrics(router), restarts(running)
-        answer = _ask_and(address, lambda: _kill_busy(running, nodes))
-        counted = running.metrics(router)
+        router = service.pods("router")[0]["metadata"]["name"]
+        before, began = service.metrics(router), restarts(service)
+        answer = _ask_and(address, lambda: _kill_busy(service, nodes))
+        counted = service.metrics(router)
     if answer.whole:
         assert answer.text == expected.text
     else:
@@ -141,67 +130,95 @@ def test_a_killed_decode_pod_ends_its_stream_honestly(running: Service, nodes: N
         assert not answer.done
         assert expected.text.startswith(answer.text)
         assert _failed(counted) == _failed(before) + 1
-    wait_restarted(running, began)
-    assert len(running.pods("decode")) == 2
+    wait_restarted(service, began)
+    assert len(service.pods("decode")) == 2
 
 
-def test_a_killed_prefill_pod_costs_no_answer(running: Service, nodes: Nodes) -> None:
-    """SIGKILL of the only prefill pod: decode pods compute prompts meanwhile."""
-    url = running.url_by_address()
+@pytest.mark.restarts_operator
+def test_serving_goes_on_without_the_operator(service: Service, nodes: Nodes, release: str) -> None:
+    """No operator: pods that die or are deleted come back and every answer is whole; what was asked is done later."""
+    system, url = Kubectl(release), service.url_by_address()
+    killed, deleted = service.pods("decode")
+
+    def scale_operator(replicas: int) -> None:
+        system.run("scale", "deployment", f"--selector={OPERATOR}", f"--replicas={replicas}")
+
     with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
-        wait_for(lambda: len(clients.answers) > 1, "answers", 60)
-        began = restarts(running)
-        nodes.kill_container(running.pods("prefill")[0], "prefill")
-        wait_restarted(running, began)
+        scale_operator(0)
+        try:
+            wait_for(lambda: not system.list("pods", OPERATOR), "the operator to be gone", 90)
+            before = restarts(service)
+            nodes.kill_container(killed, "decode")
+            wait_restarted(service, before)
+            service.kubectl.delete("pod", deleted["metadata"]["name"], "--wait=false")
+            wait_for(lambda: deleted["metadata"]["name"] not in restarts(service), "the pod to go", 90, service.told)
+            wait_for(lambda: all(_is_ready(pod) for pod in _pods(service)), "another pod", 180, service.told)
+            service.kubectl.run("scale", "infsvcrole", f"{service.name}-decode", "--replicas=1")
+        finally:
+            scale_operator(1)
+        wait_for(lambda: len(service.pods("decode")) == 1, "one decode pod, as was asked meanwhile", 120, service.told)
+        service.kubectl.run("scale", "infsvcrole", f"{service.name}-decode", "--replicas=2")
+        service.wait_ready()
     assert not clients.failures()
 
 
-def test_a_wedged_engine_is_told_and_mended(running: Service) -> None:
+def test_a_killed_prefill_pod_costs_no_answer(service: Service, nodes: Nodes) -> None:
+    """SIGKILL of the only prefill pod: decode pods compute prompts meanwhile."""
+    url = service.url_by_address()
+    with traffic(lambda prompt: nodes.ask(url, prompt)) as clients:
+        wait_for(lambda: len(clients.answers) > 1, "answers", 60)
+        began = restarts(service)
+        nodes.kill_container(service.pods("prefill")[0], "prefill")
+        wait_restarted(service, began)
+    assert not clients.failures()
+
+
+def test_a_wedged_engine_is_told_and_mended(service: Service) -> None:
     """An engine that is alive but silent: its pod says that it is not ready, others serve, and it mends itself."""
-    pod = running.pods("decode")[0]["metadata"]["name"]
-    assert running.kubectl.python(pod, STOP_ENGINE).split()
+    pod = service.pods("decode")[0]["metadata"]["name"]
+    assert service.kubectl.python(pod, STOP_ENGINE).split()
     said = wait_for(
-        lambda: pod in running.condition("DecodeReady").get("message", "") and running.condition("DecodeReady"),
+        lambda: pod in service.condition("DecodeReady").get("message", "") and service.condition("DecodeReady"),
         f"the status to tell of {pod}",
         TRUTH_S,
-        running.told,
+        service.told,
     )
     assert said["reason"] == "SomeReady"
-    with running.address() as address:
+    with service.address() as address:
         answer = ask(address, max_tokens=8)
     assert answer.whole, answer.told()
-    running.wait_ready(120)
-    assert restarts(running)[pod] == 0, "the pod starts its engine again by itself"
+    service.wait_ready(120)
+    assert restarts(service)[pod] == 0, "the pod starts its engine again by itself"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
-def test_memory_beyond_the_limit_is_told_and_ends_one_pod(running: Service, nodes: Nodes, role: str) -> None:
+def test_memory_beyond_the_limit_is_told_and_ends_one_pod(service: Service, nodes: Nodes, role: str) -> None:
     """The kernel kills a process: the status says so at once, no other pod falls, answers are exact or break off.
 
     Of an engine pod it kills the engine, which its server starts again, or (cgroup v2) the whole container.
     """
-    url, began = running.url_by_address(), restarts(running)
+    url, began = service.url_by_address(), restarts(service)
 
     def asker(prompt: str) -> Answer:
         return nodes.ask(url, prompt, max_tokens=48)
 
     expected = undisturbed(asker, 3)
-    pod = running.pods(role)[0]["metadata"]["name"]
+    pod = service.pods(role)[0]["metadata"]["name"]
     with traffic(asker, 3, list(expected)) as clients:
         wait_for(lambda: len(clients.answers) > 1, "answers", 60)
-        ended = _take_all_memory(running, pod)
-        told = wait_for(lambda: _told_of(running, role, pod), f"the status to tell of {pod}", OOM_TOLD_S, running.told)
-        wait_for(lambda: all(_is_ready(each) for each in _pods(running)), "every pod to be ready", 180, running.told)
+        ended = _take_all_memory(service, pod)
+        told = wait_for(lambda: _told_of(service, role, pod), f"the status to tell of {pod}", OOM_TOLD_S, service.told)
+        wait_for(lambda: all(_is_ready(each) for each in _pods(service)), "every pod to be ready", 180, service.told)
     assert ended == (role == "router") or "OOMKilled" in told
     if ended:
         assert "OOMKilled" in told
-    assert restarts(running) == {**began, pod: began[pod] + ended}
+    assert restarts(service) == {**began, pod: began[pod] + ended}
     lost = [answer for answer in clients.answers if not answer.whole]
-    running.check([answer for answer in clients.answers if answer.whole], expected)
+    service.check([answer for answer in clients.answers if answer.whole], expected)
     if role == "router":  # the only one: its answers break off, and nobody takes them for whole
         assert all(expected[answer.prompt].startswith(answer.text) and not answer.done for answer in lost)
     else:
-        running.check(lost)
+        service.check(lost)
 
 
 def _take_all_memory(service: Service, pod: str) -> bool:
