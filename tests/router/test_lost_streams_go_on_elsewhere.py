@@ -11,7 +11,7 @@ import pytest
 
 from kvferry_wire.limits import Limits
 
-from .harness import LIMITS, Router, events, running, text_of
+from .harness import LIMITS, Router, events, running, text_of, until
 from .scripted_pod import Fault, Script, ScriptedPod
 from .test_failing_pods_never_cut_an_answer_silently import (
     PROTOCOL,
@@ -126,17 +126,21 @@ async def test_ten_streams_outlive_their_pod(tmp_path: Path) -> None:
     """The pod is killed under ten streams and comes back on its port: ten whole answers, and no error."""
     p, d = make_pods("d1")
     d.default["decode"] = Script(pause_s=0.02)
-    async with running(tmp_path, p, d, limits=limits(resume_wait_s=5.0)) as router:
+    begun: list[bytes] = []
+    async with running(tmp_path, p, d, limits=limits(resume_wait_s=5.0, stall_timeout_s=5.0)) as router:
 
         async def one() -> bytes:
             async with streamed(router) as response:
+                begun.append(first := await response.content.readany())
                 body, broken = await read_all(response)
                 assert not broken
-                return body
+                return first + body
+
+        async def all_begun() -> bool:
+            return len(begun) == 10
 
         tasks = [asyncio.create_task(one()) for _ in range(10)]
-        await d.wait_for(lambda: d.running == 10)
-        await asyncio.sleep(0.1)
+        await until(all_begun, 5.0)
         port = d.port
         await d.stop()
         await router.wait_ready(False)
