@@ -1,6 +1,7 @@
 #!/bin/sh
 # Inside a build: install what a requirements file locks, and our wheel, into /opt/kvferry.
-#   install.sh FILE     a file named *-cpu.txt takes torch from $TORCH_INDEX in addition
+#   install.sh FILE     a file named *-cpu.txt takes torch from $TORCH_INDEX in addition; C++ operators come from
+#                       /build/prebuilt, if there are any
 set -eu
 file=$1
 into=/opt/kvferry
@@ -28,4 +29,5 @@ case $file in
     ;;
 esac
 install --no-deps --no-index /wheel/*.whl
+[ ! -d /build/prebuilt ] || cp -R /build/prebuilt "$into"/lib/python3*/site-packages/kvferry_kernels/native/prebuilt
 "$into/bin/python" -P images/finish.py "$into"

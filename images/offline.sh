@@ -3,9 +3,9 @@
 #
 # This machine (which reaches a package index and Debian's packages, as pip and debootstrap are set up) fetches what the
 # build needs; the build then finds it at an index on 127.0.0.1 of the network that it runs in. The Dockerfile is the same,
-# and pip compares the same digests. The base image is a stand-in of the same Debian and Python versions, made by
-# debootstrap and tagged as the one that the Dockerfile names, unless there is one of that name. Needs root and Docker, or
-# what e2e/cluster/docker.sh needs.
+# and pip compares the same digests. The images that it begins with are stand-ins of the same Debian, Python and compiler
+# versions, made by debootstrap and tagged as those that the Dockerfile names, unless images of these names are there. Needs
+# root and Docker, or what e2e/cluster/docker.sh needs.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")/.."
 CACHE=${KVFERRY_CACHE:-$HOME/.cache/kvferry}/images
@@ -13,6 +13,7 @@ PYTHON=${PYTHON:-.venv/bin/python}
 PORT=${PORT:-8765}
 NETNS=kvferry-docker # of the private Docker
 BASE=${BASE:-$(sed -n 's/^ARG BASE=//p' images/Dockerfile)}
+COMPILER=${COMPILER:-$(sed -n 's/^ARG COMPILER=//p' images/Dockerfile)}
 TORCH=${TORCH:-cpu}
 
 say() { echo "images/offline.sh: $*" >&2; }
@@ -31,14 +32,15 @@ mkdir -p "$CACHE"
 
 within() { if [ -n "${DOCKER_HOST:-}" ]; then ip netns exec "$NETNS" "$@"; else "$@"; fi; }
 
+# stand_in IMAGE PACKAGES
 stand_in() {
-  docker image inspect "$BASE" >/dev/null 2>&1 && return
+  docker image inspect "$1" >/dev/null 2>&1 && return
   local root
   root=$(mktemp -d "$CACHE/root.XXXXXX")
-  say "making a stand-in for $BASE with debootstrap"
-  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$root" >"$CACHE/debootstrap.log" 2>&1
+  say "making a stand-in for $1 with debootstrap"
+  debootstrap --variant=minbase --include="$2" bookworm "$root" >"$CACHE/debootstrap.log" 2>&1
   rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/usr/share/{doc,man,locale,info}/* "$root"/var/log/*
-  tar -C "$root" --numeric-owner -c . | docker import - "$BASE" >/dev/null
+  tar -C "$root" --numeric-owner -c . | docker import - "$1" >/dev/null
   rm -rf "$root"
 }
 
@@ -60,10 +62,15 @@ index() {
   done
 }
 
-stand_in
+stand_in "$BASE" python3,python3-venv,ca-certificates
 # The builder of old makes every stage before the one that is asked for.
 for file in wheel operator router; do fetch "$file.txt"; done
-case " $* " in *" runtime "*) fetch "runtime-$TORCH.txt" ;; esac
+case " $* " in
+  *" runtime "*)
+    fetch "runtime-$TORCH.txt"
+    stand_in "$COMPILER" python3,g++
+    ;;
+esac
 index
 within "$PYTHON" -m http.server --bind 127.0.0.1 --directory "$CACHE" "$PORT" >"$CACHE/index.log" 2>&1 &
 server=$!
@@ -73,6 +80,6 @@ for _ in $(seq 50); do
   sleep 0.1
 done
 # The builder of old needs no plugin, and runs containers as this Docker does.
-export BASE TORCH PIP_INDEX_URL=http://127.0.0.1:$PORT/simple TORCH_INDEX=${TORCH_INDEX:-http://127.0.0.1:$PORT/simple}
+export BASE COMPILER TORCH PIP_INDEX_URL=http://127.0.0.1:$PORT/simple TORCH_INDEX=${TORCH_INDEX:-http://127.0.0.1:$PORT/simple}
 export OFFLINE=1 DOCKER_BUILDKIT=0 DOCKER_BUILD_ARGS="--network host ${DOCKER_BUILD_ARGS:-}"
 images/build.sh "$@"

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvferry_kernels.native import levels
 from kvferry_wire.keys import KEY_NAMES
 from tests.repo.sources import ROOT
 from tests.support.waiting import wait_for
@@ -145,6 +146,19 @@ def test_the_runtime_serves_the_toy_model(files: Path) -> None:
         status, answer = ask(name, "/v1/completions", {"model": "toy", "prompt": "abc", "max_tokens": 4})
         assert status == 200, answer
         assert answer["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.skipif(not levels.LEVELS["x86-64-v3"] <= levels.cpu_flags(), reason="needs x86-64 with AVX2")
+def test_the_runtime_computes_with_operators_that_came_with_it() -> None:
+    """No compiler is there, and none is needed; nothing is written."""
+    program = (
+        "import shutil; from kvferry_kernels.native.provide import open_library;"
+        "opened = open_library(); print(opened.reason, [shutil.which(name) for name in ('c++', 'g++', 'clang++')])"
+    )
+    done = docker("run", "--rm", *RESTRICTED, *ALONE, "--entrypoint", "python", image("runtime"), "-P", "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("built with this package for x86-64-v"), done.stdout
+    assert done.stdout.endswith("[None, None, None]\n"), done.stdout
 
 
 def test_the_runtime_fetches_as_the_init_container_does() -> None:

@@ -33,6 +33,7 @@ def script(name: str) -> Any:
 
 finish, lock = script("finish"), script("lock")
 TARGETS = ("operator", "router", "runtime")
+DIGEST = "sha256:" + "ab" * 32
 UV = Path(sys.executable).with_name("uv")
 
 
@@ -92,7 +93,7 @@ def test_images_hold_an_environment_and_no_tools(target: str) -> None:
 
 
 def test_nothing_comes_from_an_address_or_as_root_later() -> None:
-    """No ADD, no curl, no apt, no second user, no secret as an argument; one argument names the base of all stages."""
+    """No ADD, no curl, no apt, no second user, no secret as an argument; arguments name the base and what compiles."""
     assert not [one for one in instructions() if one.name in ("ADD", "ONBUILD", "SHELL", "VOLUME")]
     runs = " ".join(one.text for one in instructions() if one.name == "RUN")
     assert not re.search(r"\b(curl|wget|git|apt|apt-get|sudo|chmod|chown)\b", runs)
@@ -100,7 +101,7 @@ def test_nothing_comes_from_an_address_or_as_root_later() -> None:
         r"(?i)token|password|secret", " ".join(one.text for one in instructions() if one.name in ("ARG", "ENV"))
     )
     outside = {one.text.partition(" AS ")[0] for one in instructions() if one.name == "FROM"}
-    assert {name for name in outside if name not in {one.stage for one in instructions()}} == {"${BASE}"}
+    assert {name for name in outside if name not in {one.stage for one in instructions()}} == {"${BASE}", "${COMPILER}"}
 
 
 def test_every_install_is_held_by_digests() -> None:
@@ -203,6 +204,8 @@ def test_scripts_are_sound() -> None:
         ({"TORCH": "rocm"}, [], "accepts cpu or cuda"),
         ({"RELEASE": "1"}, [], "by digest"),
         ({"RELEASE": "1", "BASE": "python:3.11"}, [], "by digest"),
+        ({"RELEASE": "1", "BASE": f"python@{DIGEST}"}, [], "COMPILER=NAME:TAG@sha256"),
+        ({"RELEASE": "1", "BASE": f"python@{DIGEST}", "COMPILER": "gcc:12"}, ["runtime"], "COMPILER=NAME:TAG@sha256"),
     ],
 )
 def test_what_cannot_be_built_is_refused_first(environment: dict[str, str], arguments: list[str], said: str) -> None:
@@ -214,7 +217,6 @@ def test_what_cannot_be_built_is_refused_first(environment: dict[str, str], argu
     assert said in done.stderr
 
 
-DIGEST = "sha256:" + "ab" * 32
 # Stands for Docker: writes down what it is asked, and knows one image.
 FAKE_DOCKER = """#!/bin/sh
 echo "$*" >>"$ASKED"
@@ -250,6 +252,18 @@ def test_a_tag_is_resolved_once_for_all_images(tmp_path: Path) -> None:
     labels = " ".join(one.text for one in instructions() if one.name == "LABEL")
     assert 'image.base.digest="${BASE_DIGEST}"' in labels
     assert 'image.base.name="${BASE_NAME}"' in labels
+
+
+def test_only_the_runtime_needs_a_compiler(tmp_path: Path) -> None:
+    """Resolved as the base is; the image that engines run in holds the library and not what made it."""
+    status, said, asked = build(tmp_path, "router", "runtime", DIGESTS=f"python@{DIGEST}")
+    assert status == 0, said
+    assert f"on COMPILER=python:3.11-bookworm@{DIGEST}" in said
+    assert all(f"--build-arg COMPILER=python:3.11-bookworm@{DIGEST} " in line for line in asked if "build " in line)
+    _, said, _ = build(tmp_path, "router", DIGESTS=f"python@{DIGEST}")
+    assert "COMPILER" not in said
+    assert "operators" not in parents("runtime")
+    assert "--from=operators /prebuilt /build/prebuilt" in of("runtime-environment", "COPY")
 
 
 def test_a_base_by_digest_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry_kernels.native import cache, compiler, prebuild, provide
+from kvferry_kernels.native import cache, compiler, levels, provide
 from kvferry_kernels.native.compiler import BuildError, Compiler
 from kvferry_kernels.native.library import NativeLibrary
 
+KERNELS = Path(provide.__file__).parents[2]
 OPEN = (
     "from kvferry_kernels.native.provide import open_library\n"
     "opened = open_library()\n"
@@ -233,17 +234,17 @@ def test_the_key_is_of_all_that_matters(real: Compiler, monkeypatch: pytest.Monk
 
 def test_the_best_prebuilt_level_that_the_cpu_has_is_taken(tmp_path: Path) -> None:
     """A CPU without AVX-512 takes v3, an old one none; a library of other sources is not taken."""
-    v3, v4 = provide.LEVELS["x86-64-v3"], provide.LEVELS["x86-64-v4"]
+    v3, v4 = levels.LEVELS["x86-64-v3"], levels.LEVELS["x86-64-v4"]
     (tmp_path / "x86-64-v4_0123.so").write_bytes(b"")
-    assert provide.prebuilt_path(tmp_path, v4) is None
-    paths = {level: tmp_path / provide.prebuilt_name(level) for level in provide.LEVELS}
+    assert levels.prebuilt_path(tmp_path, v4) is None
+    paths = {level: tmp_path / levels.prebuilt_name(level) for level in levels.LEVELS}
     paths["x86-64-v3"].write_bytes(b"")
-    assert provide.prebuilt_path(tmp_path, v4) == paths["x86-64-v3"]
+    assert levels.prebuilt_path(tmp_path, v4) == paths["x86-64-v3"]
     paths["x86-64-v4"].write_bytes(b"")
-    assert provide.prebuilt_path(tmp_path, v4 | {"more"}) == paths["x86-64-v4"]
-    assert provide.prebuilt_path(tmp_path, v3) == paths["x86-64-v3"]
-    assert provide.prebuilt_path(tmp_path, v3 - {"fma"}) is None
-    assert provide.prebuilt_path(tmp_path, frozenset()) is None
+    assert levels.prebuilt_path(tmp_path, v4 | {"more"}) == paths["x86-64-v4"]
+    assert levels.prebuilt_path(tmp_path, v3) == paths["x86-64-v3"]
+    assert levels.prebuilt_path(tmp_path, v3 - {"fma"}) is None
+    assert levels.prebuilt_path(tmp_path, frozenset()) is None
 
 
 @pytest.mark.slow
@@ -251,17 +252,20 @@ def test_the_best_prebuilt_level_that_the_cpu_has_is_taken(tmp_path: Path) -> No
 def test_images_carry_libraries_that_need_no_compiler(
     real: Compiler, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each level is made, checks itself where this CPU has it, and is loaded with no compiler there."""
-    made = prebuild.prebuild(home / "prebuilt")
+    """Each level is made, without torch, checks itself where this CPU has it, and is loaded with no compiler there."""
+    code = f"import runpy, sys; sys.path.insert(0, {str(KERNELS)!r}); sys.argv[1:] = [{str(home / 'prebuilt')!r}]; "
+    code += "runpy.run_module('kvferry_kernels.native.prebuild', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    made = [Path(line) for line in done.stdout.splitlines()]
     if not made:
         pytest.skip("levels are x86-64's")
-    assert [path.name.split("_")[0] for path in made] == list(provide.LEVELS)
-    flags = provide.cpu_flags()
-    for path, needed in zip(made, provide.LEVELS.values(), strict=True):
+    assert [path.name.split("_")[0] for path in made] == list(levels.LEVELS)
+    flags = levels.cpu_flags()
+    for path, needed in zip(made, levels.LEVELS.values(), strict=True):
         if needed <= flags:
             compiler.check(path)
             assert NativeLibrary(path).lanes == (16 if "v4" in path.name else 8)
     monkeypatch.setattr(provide, "PREBUILT", home / "prebuilt")
     monkeypatch.setenv("PATH", str(home))
-    if provide.LEVELS["x86-64-v3"] <= flags:
+    if levels.LEVELS["x86-64-v3"] <= flags:
         assert provide.open_library().reason.startswith("built with this package for x86-64-v")

@@ -1,6 +1,6 @@
 """Makes the libraries that images carry: ``python -m kvferry_kernels.native.prebuild [FOLDER]``.
 
-One for each level of x86-64 in ``provide.LEVELS``, for packages that are to run where there is no compiler. On other
+One for each level of x86-64 in ``levels.LEVELS``, for packages that are to run where there is no compiler. On other
 machines it makes none: there the library is built where it runs.
 """
 
@@ -9,16 +9,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvferry_kernels.native.compiler import Compiler
-from kvferry_kernels.native.provide import BUILD_S, LEVELS, PREBUILT, prebuilt_name
+from kvferry_kernels.native.compiler import BUILD_S, Compiler
+from kvferry_kernels.native.levels import LEVELS, PREBUILT, prebuilt_name
 
 
 def prebuild(folder: Path) -> list[Path]:
     """Compile each level into the folder. Raises ``BuildError``."""
+    folder.mkdir(parents=True, exist_ok=True)
     if platform.machine() != "x86_64":
         return []
     compiler = Compiler.find()
-    folder.mkdir(parents=True, exist_ok=True)
     made = []
     for level in LEVELS:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
