@@ -30,6 +30,7 @@ def main() -> int:
     seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
     out = Path(tempfile.mkdtemp(prefix="kvferry-chaos-")) if arguments.out is None else arguments.out
     command = f"make chaos SEED={seed} SECONDS={arguments.seconds:g}"
+    command += f' ARGS="--stage {arguments.stage}"' if arguments.stage else ""
     print(f"seed {seed}; report and logs in {out}", flush=True)
     begun = time.monotonic()
     names = included(arguments.seconds) if arguments.stage is None else [arguments.stage]

@@ -29,6 +29,9 @@ class Plant(Protocol):
     async def kill(self, pod: str, part: Part) -> bool:
         """SIGKILL of a part: the engine alone, or with the server the whole pod. It stays dead until ``start``."""
 
+    async def exhaust(self, pod: str) -> bool:
+        """Fill a pod's memory to its limit: the kernel ends its largest process. Returns when it has."""
+
     async def stop(self, pod: str) -> bool:
         """Ask a pod to end in order, and wait until it has."""
 
@@ -91,6 +94,8 @@ class Injector:
                 return await self._kill(fault.targets, over)
             case Kind.KILL_ENGINE:
                 return await _patiently(lambda: self._plant.kill(fault.targets[0], "engine"))
+            case Kind.OOM_KILL:
+                return await _patiently(lambda: self._plant.exhaust(fault.targets[0]))
             case Kind.RESTART_POD | Kind.RESTART_ROUTER:
                 hit = await _patiently(lambda: self._plant.stop(fault.targets[0]))
                 await self._plant.start(fault.targets[0])

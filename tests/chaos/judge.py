@@ -23,8 +23,8 @@ SLOPE_LIFE_S = 150.0  # a shorter life says nothing
 SLOPE_WARM_S = 45.0  # first requests, caches and pools
 SHOWN = 5  # findings of one kind that are told whole
 OF_PROCESSES = frozenset(
-    {Kind.KILL_POD, Kind.KILL_ENGINE, Kind.KILL_DECODES, Kind.KILL_ROUTER, Kind.PAUSE_POD, Kind.PAUSE_ROUTER}
-    | {Kind.WEDGE_ENGINE}
+    {Kind.KILL_POD, Kind.KILL_ENGINE, Kind.OOM_KILL, Kind.KILL_DECODES, Kind.KILL_ROUTER}
+    | {Kind.PAUSE_POD, Kind.PAUSE_ROUTER, Kind.WEDGE_ENGINE}
 )
 ROUTER_GONE = frozenset({Kind.KILL_ROUTER, Kind.RESTART_ROUTER})
 
@@ -47,6 +47,15 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
     life_s: float
     mbytes: float  # mean
     percent_per_min: float
+
+
+class UnderLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the requests that began while a share of all packets was lost, and nothing else was wrong."""
+
+    share: float
+    asked: int
+    whole: int
+    expired: int  # whose lease ended before it was read
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +164,8 @@ def _explains(applied: Applied, death: Death) -> bool:
             return death.part == "engine"
         case Kind.PAUSE_POD:  # woken, a server may find its engine silent for too long
             return death.part == "engine"
+        case Kind.OOM_KILL:  # on a machine that is slow to lift the limit the kernel ends the server as well
+            return death.at <= applied.healed_at + NEAR_S
         case Kind.KILL_POD | Kind.KILL_DECODES | Kind.KILL_ROUTER | Kind.RESTART_POD | Kind.RESTART_ROUTER:
             return death.at <= applied.healed_at + NEAR_S
         case _:
@@ -197,17 +208,11 @@ def _calm(seen: Evidence) -> Iterator[str]:
 
 def _lossy(seen: Evidence) -> Iterator[str]:
     """Lost packets alone cost next to no answer, and a few of them no lease before its time."""
-    if any(each.fault.kind is not Kind.LOSS for each in seen.applied):
-        return
-    for applied in seen.applied:
-        share = applied.fault.value
-        asked = [each for each in seen.records if applied.at <= each.begun <= applied.healed_at]
-        whole = sum(each.whole for each in asked)
-        if not asked or whole / len(asked) < LOSSY_SUCCESS[share]:
-            yield f"at {share:.0%} loss {whole} of {len(asked)} requests were answered whole"
-        expired = [_name(each) for each in asked if each.recomputed == "lease_expired"]
-        if share == min(LOSSY_SUCCESS):
-            yield from _shown(f"at {share:.0%} loss a lease expired", expired)
+    for each in under_loss_alone(seen):
+        if not each.asked or each.whole / each.asked < LOSSY_SUCCESS[each.share]:
+            yield f"at {each.share:.0%} loss {each.whole} of {each.asked} requests were answered whole"
+        if each.share == min(LOSSY_SUCCESS) and each.expired:
+            yield f"at {each.share:.0%} loss {each.expired} leases expired"
 
 
 def _work(seen: Evidence, least: Least) -> Iterator[str]:
@@ -225,6 +230,24 @@ def _work(seen: Evidence, least: Least) -> Iterator[str]:
         yield f"too little work: no fault of the kinds {', '.join(sorted(missing))}"
     if len(seen.hits) < least.transfers_hit:
         yield f"too little work: {len(seen.hits)} transfers were hit under way; {least.transfers_hit} are needed"
+
+
+def under_loss_alone(seen: Evidence) -> list[UnderLoss]:
+    """For each share of lost packets, of a stage that had no other fault; empty for any other stage."""
+    if any(each.fault.kind is not Kind.LOSS for each in seen.applied):
+        return []
+    found = []
+    for applied in seen.applied:
+        asked = [each for each in seen.records if applied.at <= each.begun <= applied.healed_at]
+        found.append(
+            UnderLoss(
+                share=applied.fault.value,
+                asked=len(asked),
+                whole=sum(each.whole for each in asked),
+                expired=sum(each.recomputed == "lease_expired" for each in asked),
+            )
+        )
+    return found
 
 
 def _name(record: Record) -> str:

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import msgspec
 
+from tests.chaos import cgroups
+
 PREFIX = "kvfc"
 LOCKS = Path("/run/kvferry-chaos")
 SWITCH = "switch"
@@ -131,6 +133,11 @@ class Network:
             run("ip", "-n", own, "-batch", "-", given="\n".join(lines))
             run("tc", "-n", switch, "qdisc", "add", "dev", port, "clsact")
 
+    @property
+    def identity(self) -> str:
+        """Of the run: the beginning of the names of all that it makes."""
+        return self._id
+
     def namespace(self, node: str) -> str:
         return f"{self._id}-{node}"
 
@@ -221,7 +228,7 @@ def run(*argv: str, given: str = "", env: Mapping[str, str] | None = None) -> st
 
 
 def remove(identity: str) -> list[str]:
-    """End every process in the namespaces of a run and delete them; returns their names."""
+    """End every process in the namespaces and memory groups of a run and delete them; returns their names."""
     names = [line.split()[0] for line in run("ip", "netns", "list").splitlines() if line.startswith(f"{identity}-")]
     for name in names:
         for pid in run("ip", "netns", "pids", name).split():
@@ -232,6 +239,7 @@ def remove(identity: str) -> list[str]:
                     pass  # it has ended meanwhile
     for name in names:
         run("ip", "netns", "del", name)
+    names += cgroups.remove(identity)
     (LOCKS / identity).unlink(missing_ok=True)
     return names
 

@@ -24,6 +24,7 @@ class Kind(StrEnum):
 
     KILL_POD = "kill_pod"  # SIGKILL of both of a pod's processes, started again at the same address
     KILL_ENGINE = "kill_engine"  # SIGKILL of the engine alone
+    OOM_KILL = "oom_kill"  # a pod's memory limit is reached: the kernel ends its largest process, the engine
     KILL_DECODES = "kill_decodes"  # SIGKILL of every decode pod at once
     KILL_ROUTER = "kill_router"
     RESTART_POD = "restart_pod"  # SIGTERM, and started again at the same address once it has ended
@@ -42,7 +43,8 @@ class Kind(StrEnum):
 
 
 ENDING = frozenset(
-    {Kind.KILL_POD, Kind.KILL_ENGINE, Kind.KILL_DECODES, Kind.KILL_ROUTER, Kind.RESTART_POD, Kind.RESTART_ROUTER}
+    {Kind.KILL_POD, Kind.KILL_ENGINE, Kind.OOM_KILL, Kind.KILL_DECODES, Kind.KILL_ROUTER}
+    | {Kind.RESTART_POD, Kind.RESTART_ROUTER}
 )  # what ends processes by itself
 OF_TRANSFERS = frozenset({Kind.RESET_TRANSFER, Kind.HOLD_TRANSFER, Kind.FLIP_TRANSFER})
 LOSSES = (0.05, 0.2)
@@ -51,6 +53,7 @@ LOSSES = (0.05, 0.2)
 _LASTS: dict[Kind, tuple[float, float]] = {
     Kind.KILL_POD: (0.2, 2.0),
     Kind.KILL_ENGINE: (0.0, 0.0),
+    Kind.OOM_KILL: (0.0, 0.0),
     Kind.KILL_DECODES: (0.2, 1.0),
     Kind.KILL_ROUTER: (0.2, 1.5),
     Kind.RESTART_POD: (0.0, 0.0),

@@ -23,6 +23,7 @@ from kvferry_service.key_files import copy_keys, create_keys, load_keys
 from kvferry_service.parent import Child, own_module, spawn
 from kvferry_wire import pod as wire_pod
 from kvferry_wire import state as wire_state
+from tests.chaos.cgroups import MemoryGroup
 from tests.chaos.faults import Part
 from tests.chaos.namespaces import LinkRule, Network
 from tests.chaos.schedule import Topology
@@ -109,6 +110,7 @@ class Seat:
     argv: list[str]
     log: Path
     env: dict[str, str]
+    memory: MemoryGroup | None = None  # where its memory can be limited
     child: Child | None = None
     engine: int | None = None  # its pid
     wanted: bool = True  # it is started again when it ends
@@ -130,6 +132,7 @@ class ChaosService:
     topology: Topology
     model: str  # the model as a folder, or the toy's name
     folder: Path
+    limits_memory: bool  # each pod has a group of its own, for `exhaust`
     deaths: list[Death] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
     hits: list[Hit] = field(default_factory=list)
@@ -202,7 +205,9 @@ class ChaosService:
         plans = {pod.name: pod for pod in self.plan.pods if pod.role != "router"}
         plans |= dict.fromkeys(self.topology.routers, router)
         for name, pod in plans.items():
-            self._seats[name] = Seat(name, self._argv(name, pod), self.folder / f"{name}.log", self._env(pod))
+            seat = Seat(name, self._argv(name, pod), self.folder / f"{name}.log", self._env(pod))
+            seat.memory = MemoryGroup(self.network.identity, name) if self.limits_memory else None
+            self._seats[name] = seat
 
     def _argv(self, name: str, pod: PodPlan) -> list[str]:
         values = {slot: str(port) for slot, port in PORTS.items()} | {
@@ -239,6 +244,8 @@ class ChaosService:
         seat.starts += 1
         with seat.log.open("ab") as log:
             seat.child = spawn(seat.argv, env=seat.env, cwd=self.folder, stdout=log, stderr=log, new_session=True)
+        if seat.memory is not None:
+            seat.memory.take(seat.child.pid)
 
     # ---- watching ----------------------------------------------------------------------------------------------
 
@@ -294,6 +301,12 @@ class ChaosService:
             self._look(seat)
             await asyncio.sleep(WATCH_S / 4)
         return True
+
+    async def exhaust(self, pod: str) -> bool:
+        seat = self._seats[pod]
+        assert seat.memory is not None, "memory cannot be limited here: no fault needs it"
+        self._look(seat)
+        return seat.engine is not None and await seat.memory.exhaust()
 
     async def stop(self, pod: str) -> bool:
         seat = self._seats[pod]

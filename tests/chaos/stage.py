@@ -15,7 +15,7 @@ from tests.chaos.asked import Orders, Record
 from tests.chaos.faults import Injector
 from tests.chaos.judge import Evidence
 from tests.chaos.namespaces import OBSERVER, Network
-from tests.chaos.schedule import Fault, Topology
+from tests.chaos.schedule import Fault, Kind, Topology
 from tests.chaos.service import ROOT, ChaosService, Death, Held, RouterHeld, plan_of, topology_of, until
 
 CLIENTS = "clients"
@@ -55,7 +55,8 @@ async def _run(
     plan: Plan, schedule: tuple[Fault, ...], seed: int, folder: Path, network: Network, say: Callable[[str], None]
 ) -> Evidence:
     loop = asyncio.get_running_loop()
-    service = ChaosService(network, plan_of(plan.spec), plan.topology, plan.model, folder)
+    limits_memory = any(fault.kind is Kind.OOM_KILL for fault in schedule)
+    service = ChaosService(network, plan_of(plan.spec), plan.topology, plan.model, folder, limits_memory)
     async with service:
         if reason := await until(service.why_not_ready, START_S):
             raise RuntimeError(f"{plan.name}: not ready within {START_S:g} s: {reason}; logs in {folder}")

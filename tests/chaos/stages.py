@@ -1,11 +1,13 @@
 """The stages of a run: the toy model under everything, then under lost packets alone, then SmolLM2."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tests.chaos import cgroups
 from tests.chaos.judge import Evidence, Least, findings
 from tests.chaos.report import Stage
 from tests.chaos.schedule import GAP_S, Fault, Kind, Topology, losses, make_schedule
@@ -140,10 +142,23 @@ def fault_seconds(name: str, seconds: float) -> float:
     return max(10.0, (seconds - AROUND_S * len(names)) * share)
 
 
-def schedule_of(name: str, seed: int, seconds: float, topology: Topology) -> tuple[Fault, ...]:
-    """The faults of a stage in a whole run of so many seconds."""
+def schedule_of(
+    name: str, seed: int, seconds: float, topology: Topology, without: Container[Kind] = ()
+) -> tuple[Fault, ...]:
+    """The faults of a stage in a whole run of so many seconds.
+
+    Args:
+        without: kinds that cannot be had here.
+    """
     setting, lasts = STAGES[name], fault_seconds(name, seconds)
-    return losses(lasts) if name == "loss" else make_schedule(seed, lasts, topology, setting.kinds, setting.gap_s)
+    kinds = [kind for kind in setting.kinds if kind not in without]
+    return losses(lasts) if name == "loss" else make_schedule(seed, lasts, topology, kinds, setting.gap_s)
+
+
+def missing_here() -> dict[Kind, str]:
+    """Kinds of faults that this machine does not allow, and why."""
+    reason = cgroups.why_not()
+    return {Kind.OOM_KILL: reason} if reason else {}
 
 
 def least_work(name: str, seconds: float, scheduled: tuple[Kind, ...]) -> Least:
@@ -163,9 +178,19 @@ def run_judged(name: str, seed: int, seconds: float, folder: Path, say: Callable
     setting = STAGES[name]
     plan = setting.make()
     lasts = fault_seconds(name, seconds)
-    schedule = schedule_of(name, seed, seconds, plan.topology)
+    missing = {kind: reason for kind, reason in missing_here().items() if kind in setting.kinds}
+    schedule = schedule_of(name, seed, seconds, plan.topology, missing)
     seen = run_stage(plan, schedule, seed, fresh(folder), say)
     seen, checked = setting.judge(seen)
     least = least_work(name, lasts, tuple(fault.kind for fault in schedule))
     found = findings(seen, least, judge_memory=lasts >= MEMORY_S)
-    return Stage(name=name, seed=seed, schedule=schedule, seen=seen, findings=tuple(found), checked=checked)
+    return Stage(
+        name=name,
+        seed=seed,
+        schedule=schedule,
+        seen=seen,
+        findings=tuple(found),
+        checked=checked,
+        missing={str(kind): reason for kind, reason in missing.items()},
+        machine=f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} over the last 5 minutes",
+    )

@@ -41,6 +41,13 @@ def test_ten_minutes_bring_a_hundred_faults_of_every_kind(name: str) -> None:
         assert len(faults) >= {"toy": 110, "loss": 2, "smollm2": 24}[name]
 
 
+def test_what_cannot_be_had_is_left_out_and_the_rest_comes() -> None:
+    """As where no cgroup can be made: no such fault, and every other kind."""
+    for seed in SEEDS:
+        faults = schedule_of("toy", seed, 120, TWO, {Kind.OOM_KILL: "why"})
+        assert {fault.kind for fault in faults} == set(STAGES["toy"].kinds) - {Kind.OOM_KILL}
+
+
 def test_two_minutes_bring_every_kind_to_the_toy() -> None:
     """The short run leaves out none, and has at least twenty faults."""
     for seed in SEEDS:

@@ -78,6 +78,18 @@ def test_what_is_right_passes() -> None:
     assert findings(replace(GOOD, records=[*GOOD.records, error, cut, refused]), LEAST, judge_memory=True) == []
 
 
+def test_the_kernel_ends_what_a_memory_limit_leaves_no_room_for() -> None:
+    """That is no death by itself; one that comes long after it is."""
+    full = also(GOOD, applied=applied(Kind.OOM_KILL, ("decode-1",), 40, 40.5, number=3))
+
+    def ended(at: float) -> list[str]:
+        death = Death(pod="decode-1", part="engine", at=at, status=None, asked=False)
+        return findings(also(full, deaths=death), LEAST, judge_memory=False)
+
+    assert ended(40.4) == []
+    assert ended(45.0) == ["decode-1 engine ended by itself (status None) at 45.0 s"]
+
+
 PLANTED: dict[str, tuple[Callable[[], Evidence], str]] = {
     "a wrong token": (
         lambda: also(GOOD, records=record(5, 9, wrong="not a prefix", whole=False)),
@@ -169,7 +181,16 @@ def test_what_is_planted_is_found(name: str) -> None:
 
 def stage(seen: Evidence, found: list[str]) -> Stage:
     schedule = tuple(each.fault for each in seen.applied)
-    return Stage(name="toy", seed=7, schedule=schedule, seen=seen, findings=tuple(found), checked="the oracle")
+    return Stage(
+        name="toy",
+        seed=7,
+        schedule=schedule,
+        seen=seen,
+        findings=tuple(found),
+        checked="the oracle",
+        missing={"oom_kill": "no cgroups"},
+        machine="2 cores, load 1.0",
+    )
 
 
 def test_growing_memory_is_found_only_where_it_is_judged() -> None:
@@ -205,7 +226,7 @@ def test_lost_packets_alone_cost_next_to_nothing() -> None:
     assert lossy(0.05, 0) == lossy(0.2, 1) == lossy(0.2, 0, "lease_expired") == lossy(0.05, 0, "read_error") == []
     assert lossy(0.05, 1) == ["at 5% loss 100 of 101 requests were answered whole"]
     assert lossy(0.2, 3) == ["at 20% loss 98 of 101 requests were answered whole"]
-    assert lossy(0.05, 0, "lease_expired") == ["at 5% loss a lease expired: request 0/100"]
+    assert lossy(0.05, 0, "lease_expired") == ["at 5% loss 1 leases expired"]
 
 
 ASK = Ask("A prompt. ", max_tokens=6)
@@ -262,6 +283,27 @@ def test_a_failed_run_can_be_replayed_from_its_report() -> None:
     assert document["passed"] is False
     assert document["stages"]["toy"]["wrong"] == 1
     assert document["stages"]["toy"]["schedule"][0]["kind"] == "kill_pod"
+
+
+def test_the_outcomes_of_a_report_add_up() -> None:
+    """Each request is counted once, with its reason where it was not answered; what was left out is told."""
+    seen = replace(
+        GOOD,
+        records=[
+            *GOOD.records,
+            record(5, 6, whole=False, done=False, error="engine_lost"),
+            record(6, 29.5, whole=False, done=False, silent="cut", router="router-1"),
+            record(7, 9, whole=False, done=False, silent="hung"),
+        ],
+    )
+    told = report.as_text([stage(seen, [])], "make chaos")
+    assert (
+        "7: 4 answered whole, 1 ended in an explicit error (1 engine_lost), "
+        "1 lost their router (1 cut), 1 hung, 0 wrong"
+    ) in told
+    assert "left out: oom_kill: no cgroups" in told
+    assert "of those whose leg was dead: p50 1.50 s" in told
+    assert "2 cores, load 1.0" in told
 
 
 def test_percentiles_are_of_nearest_rank() -> None:
