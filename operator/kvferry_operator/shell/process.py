@@ -196,24 +196,40 @@ class Operator:
         return not missing
 
     async def _tend(self) -> None:
-        """Look up what vanished while a watch was broken."""
+        """Look up what a new list did not show: it vanished, or lost our label, while a watch was broken."""
+        doubtful: set[Ref] = set()
         while True:
             await asyncio.sleep(TEND_S)
-            for stream in self.streams.relisted(clock.now(), QUIET_S):
-                await self._look_up(stream)
+            doubtful |= self._unshown()
+            doubtful -= await self._look_up(sorted(doubtful))
 
-    async def _look_up(self, stream: Stream) -> None:
-        kind, namespace = stream
-        known = {ref[1:] for ref in self.cache.refs(kind, namespace)}
-        for where in sorted(self.streams.doubtful(stream, known)):
+    def _unshown(self) -> set[Ref]:
+        """What lists that have ended since the last call did not show of what is known."""
+        unshown: set[Ref] = set()
+        for kind, namespace in self.streams.relisted(clock.now(), QUIET_S):
+            known = {ref[1:] for ref in self.cache.refs(kind, namespace)}
+            unshown |= {(kind, *where) for where in self.streams.doubtful((kind, namespace), known)}
+        return unshown
+
+    async def _look_up(self, refs: Sequence[Ref]) -> set[Ref]:
+        """Take in what is there now; returns the objects that need not be looked up again."""
+        seen: set[Ref] = set()
+        for ref in refs:
             try:
-                found = await self.api.get(kind_of(kind), *where)
+                found = await self.api.get(kind_of(ref[0]), *ref[1:])
             except ApiError as error:
-                _log.warning("a look failed", extra=logs.fields(kind=kind, name="/".join(where), reason=str(error)))
+                _log.warning("a look failed", extra=logs.fields(kind=ref[0], name="/".join(ref[1:]), reason=str(error)))
+                if error.passing:
+                    break  # the next one would fare no better
+                seen.add(ref)
                 continue
+            seen.add(ref)
             if found is None:
                 self.metrics.vanished.inc()
-                self._add(self.cache.forget((kind, *where)))
+                self._add(self.cache.forget(ref))
+            else:
+                self._add(self.cache.put(found))
+        return seen
 
     # ---- what the watches tell, from their thread
 

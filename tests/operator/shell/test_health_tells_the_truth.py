@@ -6,8 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 from kubernetes.aio.client import ApiClient, Configuration
 
+from kvferry_operator.plan.manifests.meta import Object
 from kvferry_operator.shell import clock
+from kvferry_operator.shell.api import ApiError
 from kvferry_operator.shell.election import LeaseRecord
+from kvferry_operator.shell.kinds import Kind
 from kvferry_operator.shell.options import Options
 from kvferry_operator.shell.process import BEAT_LATE_S, STUCK_S, UNREACHED_S, Operator
 from kvferry_operator.shell.queue import Outcome
@@ -163,3 +166,61 @@ async def test_the_fence_is_open_only_while_the_lease_is_held(operator: Operator
     assert operator._fence() == 1.0
     time.at += 1.0
     assert operator._fence() == 0.0
+
+
+class Shelf:
+    """Answers looks: with objects, with nothing, or with an error."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Object] = {}
+        self.error: ApiError | None = None
+        self.looks: list[str] = []
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        self.looks.append(name)
+        if self.error is not None:
+            raise self.error
+        return self.found.get(name)
+
+
+def config_map(name: str, version: int, **labels: str) -> Object:
+    metadata = {"name": name, "namespace": "ns", "uid": name, "resourceVersion": str(version), "labels": labels}
+    owner = {"apiVersion": "serving.kvferry.dev/v1alpha1", "kind": "InferenceService", "name": "demo", "uid": "u"}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**metadata, "ownerReferences": [owner]}}
+
+
+async def test_what_a_new_list_does_not_show_is_looked_up_until_the_server_answers(
+    operator: Operator, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gone, or without our label: no watch tells of either, and a server that is busy at that moment is asked again."""
+    shelf = Shelf()
+    monkeypatch.setattr(operator, "api", shelf)
+    gone, bare = (("ConfigMap", "ns", name) for name in ("gone", "bare"))
+    for number, ref in enumerate((gone, bare)):
+        operator._seen(config_map(ref[2], number + 1, **{"app.kubernetes.io/instance": "demo"}), False)
+    list_all(operator)
+    list_all(operator)
+    operator._working = True
+    time.at += 60.0
+    shelf.error = ApiError(429, "busy")
+    shelf.found["bare"] = config_map("bare", 9)
+    doubtful = operator._unshown()
+    assert doubtful == {gone, bare}
+    assert await operator._look_up(sorted(doubtful)) == set()
+    assert len(shelf.looks) == 1  # the next one would fare no better
+    assert (len(operator.cache), len(operator.workers.queue)) == (2, 0)
+    shelf.error = None
+    assert operator._unshown() == set()
+    assert await operator._look_up(sorted(doubtful)) == doubtful
+    assert operator.cache.get(gone) is None
+    assert operator.cache.get(bare) == shelf.found["bare"]
+    assert operator.workers.queue.take(time.at) == ("ns", "demo")
+
+
+async def test_a_look_that_is_refused_is_not_repeated(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right that is missing is not there a second later: the next list is early enough."""
+    shelf = Shelf()
+    monkeypatch.setattr(operator, "api", shelf)
+    shelf.error = ApiError(403, "no")
+    refs = [("ConfigMap", "ns", "a"), ("ConfigMap", "ns", "b")]
+    assert await operator._look_up(refs) == set(refs)
