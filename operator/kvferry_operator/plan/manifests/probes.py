@@ -8,7 +8,7 @@ from kvferry_wire.limits import DEFAULT_LIMITS
 
 PERIOD_S = 2
 LOAD_BYTES_PER_S = 50 * 2**20  # of a slow disk, through the slowest reader
-LOAD_FLOOR_S = 300.0  # imports and the first step on an overloaded node: who is ended there begins anew, and never gets ready
+LOAD_FLOOR_S = 300.0  # imports and the first step on an overloaded node: who is ended there only begins anew
 LIVE_PERIOD_S = 5
 # The pod itself starts a silent engine again; only if that has not helped does the kubelet start the pod again.
 LIVE_AFTER_S = DEFAULT_LIMITS.engine_kill_s + 20.0
