@@ -55,7 +55,7 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
     """A fault as it happened. Times are of time.monotonic."""
 
     fault: Fault
-    at: float
+    at: float  # when it hit; a pod that is just starting is waited for
     healed_at: float
     hit: bool  # there was something to hit
 
@@ -78,53 +78,62 @@ class Injector:
     async def _perform(self, fault: Fault, begun: float) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, begun + fault.at - loop.time()))
-        at = loop.time()
+        asked_at = loop.time()
+        hit_at = await self._act(fault)
+        self.applied.append(
+            Applied(
+                fault=fault,
+                at=asked_at if hit_at is None else hit_at,
+                healed_at=loop.time(),
+                hit=hit_at is not None,
+            )
+        )
+        self._say(f"{fault.told()}{': nothing to hit' if hit_at is None else ''}")
 
-        async def over() -> None:
-            await asyncio.sleep(max(0.0, begun + fault.until - loop.time()))
+    async def _act(self, fault: Fault) -> float | None:
+        """Begin the fault, let it last, heal it. Returns when it hit, ``None`` where nothing was there to hit.
 
-        hit = await self._act(fault, over)
-        self.applied.append(Applied(fault=fault, at=at, healed_at=loop.time(), hit=hit))
-        self._say(f"{fault.told()}{'' if hit else ': nothing to hit'}")
-
-    async def _act(self, fault: Fault, over: Callable[[], Awaitable[None]]) -> bool:
-        """Begin the fault, wait until it is ``over``, heal it. Returns whether it hit anything."""
+        It lasts from the hit on: an engine that is to be wedged for long is wedged for as long, however late it starts.
+        """
+        lasts = fault.until - fault.at
         match fault.kind:
             case Kind.KILL_POD | Kind.KILL_DECODES | Kind.KILL_ROUTER:
-                return await self._kill(fault.targets, over)
+                return await self._kill(fault.targets, lasts)
             case Kind.KILL_ENGINE:
                 return await _patiently(lambda: self._plant.kill(fault.targets[0], "engine"))
             case Kind.OOM_KILL:
                 return await _patiently(lambda: self._plant.exhaust(fault.targets[0]))
             case Kind.RESTART_POD | Kind.RESTART_ROUTER:
-                hit = await _patiently(lambda: self._plant.stop(fault.targets[0]))
+                hit_at = await _patiently(lambda: self._plant.stop(fault.targets[0]))
                 await self._plant.start(fault.targets[0])
-                return hit
+                return hit_at
             case Kind.PAUSE_POD | Kind.PAUSE_ROUTER:
-                return await self._pause(fault.targets[0], "server", over)
+                return await self._pause(fault.targets[0], "server", lasts)
             case Kind.WEDGE_ENGINE:
-                return await self._pause(fault.targets[0], "engine", over)
+                return await self._pause(fault.targets[0], "engine", lasts)
             case kind if kind in OF_TRANSFERS:
+                hit_at = asyncio.get_running_loop().time()
                 await self._plant.spoil(
                     fault.targets[0], Spoil(how=_SPOILS[kind], after=int(fault.value), fault=fault.number)
                 )
-                await over()
+                await asyncio.sleep(lasts)
                 await self._plant.spoil(fault.targets[0], Spoil(how="nothing"))
-                return True
+                return hit_at
             case _:
+                hit_at = asyncio.get_running_loop().time()
                 await self._change_links(fault.number, rules_of(fault))
-                await over()
+                await asyncio.sleep(lasts)
                 await self._change_links(fault.number, ())
-                return True
+                return hit_at
 
-    async def _kill(self, pods: tuple[str, ...], over: Callable[[], Awaitable[None]]) -> bool:
+    async def _kill(self, pods: tuple[str, ...], lasts: float) -> float | None:
         hits = await asyncio.gather(*(_patiently(lambda pod=pod: self._plant.kill(pod, "server")) for pod in pods))
-        await over()
+        await asyncio.sleep(lasts)
         for pod in pods:
             await self._plant.start(pod)
-        return any(hits)
+        return min((hit_at for hit_at in hits if hit_at is not None), default=None)
 
-    async def _pause(self, pod: str, part: Part, over: Callable[[], Awaitable[None]]) -> bool:
+    async def _pause(self, pod: str, part: Part, lasts: float) -> float | None:
         paused: tuple[int, ...] = ()
 
         async def pause() -> bool:
@@ -133,26 +142,26 @@ class Injector:
             return bool(paused)
 
         try:
-            hit = await _patiently(pause)
-            await over()
+            if (hit_at := await _patiently(pause)) is not None:
+                await asyncio.sleep(lasts)
         finally:
             await self._plant.resume(paused)
-        return hit
+        return hit_at
 
     async def _change_links(self, number: int, rules: tuple[LinkRule, ...]) -> None:
         self._rules[number] = rules
         await self._plant.links([rule for each in self._rules.values() for rule in each])
 
 
-async def _patiently(act: Callable[[], Awaitable[bool]]) -> bool:
-    """Try until there was something to act on."""
+async def _patiently(act: Callable[[], Awaitable[bool]]) -> float | None:
+    """Try until there was something to act on. Returns when that try began, ``None`` when patience was over."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + PATIENCE_S
-    while not await act():
-        if loop.time() > deadline:
-            return False
+    while (began := loop.time()) <= deadline:
+        if await act():
+            return began
         await asyncio.sleep(0.1)
-    return True
+    return None
 
 
 def rules_of(fault: Fault) -> tuple[LinkRule, ...]:

@@ -276,14 +276,17 @@ class ChaosService:
             self._start(seat)
 
     async def _sample(self) -> None:
-        while True:
-            now = asyncio.get_running_loop().time()
-            for seat in self._seats.values():
-                parts: tuple[tuple[Part, int | None], ...] = (("server", seat.pid), ("engine", seat.engine))
-                for part, pid in parts:
-                    if pid is not None and (nbytes := _resident(pid)):
-                        self.memory.append(Memory(pod=seat.name, part=part, pid=pid, at=now, nbytes=nbytes))
-            await asyncio.sleep(SAMPLE_S)
+        samples = self.folder / "memory.jsonl"
+        with samples.open("wb") as kept:
+            while True:
+                now = asyncio.get_running_loop().time()
+                for seat in self._seats.values():
+                    parts: tuple[tuple[Part, int | None], ...] = (("server", seat.pid), ("engine", seat.engine))
+                    for part, pid in parts:
+                        if pid is not None and (nbytes := _resident(pid)):
+                            self.memory.append(Memory(pod=seat.name, part=part, pid=pid, at=now, nbytes=nbytes))
+                            kept.write(msgspec.json.encode(self.memory[-1]) + b"\n")
+                await asyncio.sleep(SAMPLE_S)
 
     # ---- harm (faults.Plant) -------------------------------------------------------------------------------------
 

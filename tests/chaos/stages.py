@@ -176,7 +176,7 @@ def least_work(name: str, seconds: float, scheduled: tuple[Kind, ...]) -> Least:
 def run_judged(name: str, seed: int, seconds: float, folder: Path, say: Callable[[str], None]) -> Stage:
     """Run one stage of a run of so many seconds, and judge it."""
     setting = STAGES[name]
-    plan = setting.make()
+    plan = msgspec.structs.replace(setting.make(), name=name)
     lasts = fault_seconds(name, seconds)
     missing = {kind: reason for kind, reason in missing_here().items() if kind in setting.kinds}
     schedule = schedule_of(name, seed, seconds, plan.topology, missing)
