@@ -437,5 +437,14 @@ def test_reasons_are_words_for_programs() -> None:
 def test_every_reason_is_explained() -> None:
     """docs/kubernetes.md tells what each reason means and what to do."""
     page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
-    told = (*REASONS, "InvalidSpec", "ScaledToZero", "SomeReady", "AllReady", "CompatDiffers", "SameRevision")
+    told = (
+        *REASONS,
+        "InvalidSpec",
+        "ScaledToZero",
+        "SomeReady",
+        "AllReady",
+        "SomeDiffer",
+        "CompatDiffers",
+        "SameRevision",
+    )
     assert not [reason for reason in told if f"`{reason}`" not in page]

@@ -1,11 +1,12 @@
 """Events that a person would want: each change of a condition's reason, once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from kvferry_operator.plan.causes import REASONS, WAITS
+from kvferry_operator.plan.causes import REASONS, WAITS, is_ready
+from kvferry_operator.plan.manifests.meta import Object
 
 _TOLD = ("Ready", "Progressing")
 INVALID = "InvalidSpec"
@@ -35,3 +36,19 @@ def events(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Event, 
             Event(type="Warning" if fault else "Normal", reason=reason, message=condition["message"][:1000]),
         )
     return tuple(told.values())
+
+
+def keys_replaced(pods: Sequence[Object]) -> Event | None:
+    """What to tell when the key Secret was made while pods run: it was lost, and theirs are the former keys.
+
+    Between them and pods that start from now on no request and no KV goes. ``None`` where none runs.
+    """
+    old = sorted(pod["metadata"]["name"] for pod in pods if is_ready(pod))
+    if not old:
+        return None
+    message = (
+        f"the key Secret was missing and was made anew: pods that run ({', '.join(old[:3])}"
+        f"{f' and {len(old) - 3} more' if len(old) > 3 else ''}) have the former keys and do not work with new ones;"
+        " `kubectl rollout restart` the service's Deployments"
+    )
+    return Event(type="Warning", reason="KeysReplaced", message=message)

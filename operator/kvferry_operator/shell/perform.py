@@ -16,34 +16,36 @@ class Performer:
         self._api = api
         self._cache = cache
 
-    async def perform(self, effect: Effect) -> None:
-        """Do one effect; what its type calls done is done.
+    async def perform(self, effect: Effect) -> bool:
+        """Do one effect; what its type calls done is done. Returns whether anything was done; not where it was there.
 
         Raises:
             ApiError: it was refused or not answered.
             FencedError: leadership is lost.
         """
         if isinstance(effect, Create):
-            await self._create(effect)
-        elif isinstance(effect, Apply):
+            return await self._create(effect)
+        if isinstance(effect, Apply):
             self._cache.put(await self._api.apply(kind_of(effect.object["kind"]), effect.object, effect.manager))
             self._log("applied", effect)
         elif isinstance(effect, Patch):
             await self._patch(effect)
         else:
             await self._delete(effect)
+        return True
 
-    async def _create(self, effect: Create) -> None:
+    async def _create(self, effect: Create) -> bool:
         kind = kind_of(effect.object["kind"])
         try:
             made = await self._api.create(kind, effect.object, effect.manager)
         except ApiError as error:
             if not error.exists:
                 raise
-            return
+            return False
         if kind is not SECRET:
             self._cache.put(made)
         self._log("created", effect)
+        return True
 
     async def _patch(self, effect: Patch) -> None:
         kind = kind_of(effect.kind)

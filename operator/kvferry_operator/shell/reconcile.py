@@ -9,6 +9,7 @@ import msgspec
 from kvferry_operator.plan.causes import unstarted
 from kvferry_operator.plan.decide import NOTHING, Decision, decide, owner_of
 from kvferry_operator.plan.effects import Apply, ApplyFault, Create, Effect
+from kvferry_operator.plan.events import keys_replaced
 from kvferry_operator.plan.manifests.meta import FIELD_MANAGER, Object
 from kvferry_operator.plan.manifests.settings import ClusterSettings
 from kvferry_operator.plan.observed import Seen, owner_uid
@@ -134,7 +135,7 @@ class _Pass:
         failed, pause_s = False, 0.0
         for effect in effects:
             try:
-                await self._its._performer.perform(effect)
+                made = await self._its._performer.perform(effect)
             except ApiError as error:
                 failed, pause_s = True, max(pause_s, error.pause_s)
                 if error.code != 409:  # somebody wrote at the same moment: nothing that people need to know
@@ -142,7 +143,7 @@ class _Pass:
                 if error.passing:
                     break  # the next one would fare no better
                 continue
-            self._done(effect)
+            self._done(effect, made=made)
             self._wrote = self._progressed = True
         self._changed = memory.faults != tuple(faults)
         memory.faults = tuple(faults)
@@ -235,9 +236,13 @@ class _Pass:
         memory.keys_due = True
         return {name: secrets.token_bytes(KEY_BYTES) for name in KEY_NAMES}
 
-    def _done(self, effect: Effect) -> None:
+    def _done(self, effect: Effect, *, made: bool) -> None:
         if isinstance(effect, Create) and effect.object["kind"] == SECRET.kind:
-            self._memory.keys_at, self._memory.keys_due = self._its._clock(), False
+            its = self._its
+            self._memory.keys_at, self._memory.keys_due = its._clock(), False
+            pods = tuple(found for found in its._cache.related(self._key) if found["kind"] == POD.kind)
+            if made and (event := keys_replaced(pods)) is not None:
+                its._recorder.record(self._found, (event,))
 
     # ---- tell
 

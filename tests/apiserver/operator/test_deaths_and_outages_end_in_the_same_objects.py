@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -228,13 +229,14 @@ def first(count: int, fault: Fault) -> Callable[[Asked], Fault | None]:
 
 
 def conflicts(number: int) -> Callable[[Asked], Fault | None]:
-    """409 to each so many-th change, and to the first of each status, of which no later write may make up."""
-    told: set[str] = set()
+    """409 to each so many-th change, and to every other one of a status: also to the last if none comes after it."""
+    told: Counter[str] = Counter()
 
     def rule(asked: Asked) -> Fault | None:
-        status = asked.path.endswith("/status") and asked.path not in told
-        told.update([asked.path] if status else [])
-        return Fault(409) if status else every(number, Fault(409))(asked)
+        if not asked.path.endswith("/status"):
+            return every(number, Fault(409))(asked)
+        told[asked.path] += 1
+        return Fault(409) if told[asked.path] % 2 else None
 
     return rule
 

@@ -240,6 +240,30 @@ async def test_the_secret_is_made_once_and_again_where_pods_wait_for_it(init: bo
     assert await attempts(rig) == 0
 
 
+async def test_keys_made_anew_are_told_with_the_pods_that_have_the_former() -> None:
+    """They run, and are ready by themselves: nothing else would say why they no longer work with new ones."""
+    rig = make_rig()
+    await settle(rig)
+    await rig.recorder.flush()
+    assert "KeysReplaced" not in {event["reason"] for event in rig.api.events}
+    (name,) = [name for kind, name in rig.cluster.objects if kind == "Secret"]
+    waits, *run = rig.cluster.pods.values()
+    let_wait(waits, init=True)
+    waits["status"]["conditions"] = []
+    rig.now += KEYS_AGAIN_S
+    assert await attempts(rig) == 1  # it is there: pods wait for something else
+    await rig.recorder.flush()
+    assert "KeysReplaced" not in {event["reason"] for event in rig.api.events}
+    del rig.cluster.objects["Secret", name]
+    rig.now += KEYS_AGAIN_S
+    assert await attempts(rig) == 1
+    await rig.recorder.flush()
+    (event,) = [event for event in rig.api.events if event["reason"] == "KeysReplaced"]
+    assert event["type"] == "Warning"
+    assert all(pod["metadata"]["name"] in event["note"] for pod in run)
+    assert waits["metadata"]["name"] not in event["note"]
+
+
 async def test_a_successor_asks_for_the_secret_only_where_a_pod_waits() -> None:
     """It was made before any Deployment was: a new leader need not try for each of its services."""
     rig = make_rig()
