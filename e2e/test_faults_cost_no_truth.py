@@ -48,6 +48,7 @@ while told(victim):
     time.sleep(0.05)
 for hog in hogs:
     os.kill(hog, signal.SIGKILL)
+print("survived")
 """
 OOM_TOLD_S = 10.0
 OPERATOR = "app.kubernetes.io/instance=kvferry"
@@ -207,11 +208,10 @@ def test_memory_beyond_the_limit_is_told_and_ends_one_pod(service: Service, node
     with traffic(asker, 3, list(expected)) as clients:
         wait_for(lambda: len(clients.answers) > 1, "answers", 60)
         ended = _take_all_memory(service, pod)
-        told = wait_for(lambda: _told_of(service, role, pod), f"the status to tell of {pod}", OOM_TOLD_S, service.told)
+        why = "OOMKilled" if ended else pod  # first only that it does not answer: the kubelet tells why a moment later
+        wait_for(lambda: why in _told_of(service, role, pod), f"{why} in the status", OOM_TOLD_S, service.told)
         wait_for(lambda: all(_is_ready(each) for each in _pods(service)), "every pod to be ready", 180, service.told)
-    assert ended == (role == "router") or "OOMKilled" in told
-    if ended:
-        assert "OOMKilled" in told
+    assert ended or role != "router"
     assert restarts(service) == {**began, pod: began[pod] + ended}
     lost = [answer for answer in clients.answers if not answer.whole]
     service.check([answer for answer in clients.answers if answer.whole], expected)
@@ -224,11 +224,10 @@ def test_memory_beyond_the_limit_is_told_and_ends_one_pod(service: Service, node
 def _take_all_memory(service: Service, pod: str) -> bool:
     """Until the kernel kills the pod's engine or router; returns whether its container ended by that."""
     try:
-        service.kubectl.python(pod, HOG)
+        return "survived" not in service.kubectl.python(pod, HOG)
     except KubectlError as error:
         assert re.search("137|signal: killed", str(error)), error
         return True
-    return False
 
 
 def _told_of(service: Service, role: str, pod: str) -> str:

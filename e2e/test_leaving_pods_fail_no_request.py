@@ -5,7 +5,6 @@ Service's address.
 """
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -152,27 +151,14 @@ def test_the_only_decode_pod_ends_its_answers_itself(service: Service, nodes: No
     expected = undisturbed(ask_long, PROMPTS)
     service.kubectl.run("scale", "infsvcrole", f"{service.name}-decode", "--replicas=1")
     wait_for(lambda: len(service.pods("decode")) == 1, "one decode pod", 120, service.told)
-    begun = threading.Barrier(CLIENTS + 1)
-    answers: list[Answer] = []
-
-    def ask_once(prompt: str) -> None:
-        begun.wait(30)
-        answers.append(ask_long(prompt))
-
-    threads = [threading.Thread(target=ask_once, args=(prompt,)) for prompt in [*expected, *expected][:CLIENTS]]
-    for thread in threads:
-        thread.start()
-    with departures(service) as leaving:
-        begun.wait(30)
+    with departures(service) as leaving, traffic(ask_long, CLIENTS, list(expected)) as clients:
         service.busiest()
         service.kubectl.run("scale", "infsvcrole", f"{service.name}-decode", "--replicas=0")
         gone = leaving.wait_gone(1, 180)
-    for thread in threads:
-        thread.join(180)
-    served = [answer for answer in answers if answer.status == 200]
+    served = [answer for answer in clients.answers if answer.status == 200]
     assert served
     service.check(served, expected)
-    assert all(answer.status == 503 and answer.error for answer in answers if answer not in served)
+    assert all(answer.status == 503 and answer.error for answer in clients.answers if answer not in served)
     check_left(gone)
 
 
