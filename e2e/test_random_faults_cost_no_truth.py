@@ -8,13 +8,14 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from e2e.harness.asking import Answer, traffic, undisturbed
 from e2e.harness.kubectl import Kubectl, KubectlError, Object
 from e2e.harness.nodes import Nodes
-from e2e.harness.service import Service
+from e2e.harness.service import Service, ready_service
 from e2e.harness.waiting import wait_for
 from e2e.test_faults_cost_no_truth import STOP_ENGINE
 
@@ -28,43 +29,44 @@ MOST_AT_ONCE_S = 12.0  # between two faults, at most: the next may come before t
 Fault = Callable[[Service, Nodes, random.Random], str]
 
 
+class NothingHarmedError(Exception):
+    """What was drawn could not be done: there was nothing to harm, or it was gone before."""
+
+
 @pytest.fixture(scope="module")
-def service(kubectl: Kubectl) -> Iterator[Service]:
-    made = Service(kubectl, "chaos")
-    made.apply(decode={"replicas": 2}, prefill={"replicas": 2}, engine={"kvMemory": "256Mi"})
-    try:
-        made.wait_ready(300)
+def shared(kubectl: Kubectl) -> Iterator[Service]:
+    changes: dict[str, Any] = {role: {"replicas": 2} for role in ("prefill", "decode")}
+    with ready_service(kubectl, "chaos", engine={"kvMemory": "256Mi"}, **changes) as made:
         yield made
-    finally:
-        made.delete()
 
 
-def some_pod(service: Service, role: str, rng: random.Random) -> Object | None:
-    """A pod of the role that runs and does not leave; ``None`` where there is none just now."""
+def some_pod(service: Service, role: str, rng: random.Random) -> Object:
+    """A pod of the role that runs and does not leave."""
     pods = [
         pod
         for pod in service.pods(role)
         if "deletionTimestamp" not in pod["metadata"]
         and any("running" in each["state"] for each in pod["status"].get("containerStatuses", ()))
     ]
-    return rng.choice(sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))) if pods else None
+    if not pods:
+        raise NothingHarmedError(f"no {role} pod runs")
+    return rng.choice(sorted(pods, key=lambda pod: str(pod["metadata"]["name"])))
 
 
 def kill(service: Service, nodes: Nodes, rng: random.Random) -> str:
     """SIGKILL of a pod's server."""
     role = rng.choice(["prefill", "decode"])
     pod = some_pod(service, role, rng)
-    if pod is None:
-        return f"no {role} pod to kill"
-    nodes.kill_container(pod, role)
+    try:
+        nodes.kill_container(pod, role)
+    except AssertionError as error:  # it has ended since it was listed
+        raise NothingHarmedError(str(error)) from None
     return f"killed the server of {pod['metadata']['name']}"
 
 
 def delete(service: Service, nodes: Nodes, rng: random.Random) -> str:
     """A pod is deleted, with a long or a short grace."""
     pod = some_pod(service, rng.choice(["prefill", "decode"]), rng)
-    if pod is None:
-        return "no pod to delete"
     grace = rng.choice([0, 2, 30])
     service.kubectl.delete("pod", pod["metadata"]["name"], f"--grace-period={grace}", "--wait=false", "--force=false")
     return f"deleted {pod['metadata']['name']} with a grace of {grace} s"
@@ -73,12 +75,12 @@ def delete(service: Service, nodes: Nodes, rng: random.Random) -> str:
 def wedge(service: Service, nodes: Nodes, rng: random.Random) -> str:
     """An engine stops, its server does not."""
     pod = some_pod(service, rng.choice(["prefill", "decode"]), rng)
-    if pod is None:
-        return "no engine to stop"
     try:
         stopped = service.kubectl.python(pod["metadata"]["name"], STOP_ENGINE).split()
-    except KubectlError as error:
-        return f"no engine stopped in {pod['metadata']['name']}: {error}"
+    except KubectlError as error:  # it has ended since it was listed
+        raise NothingHarmedError(str(error)) from None
+    if not stopped:
+        raise NothingHarmedError(f"no engine runs in {pod['metadata']['name']}")
     return f"stopped engine {stopped} of {pod['metadata']['name']}"
 
 
@@ -109,13 +111,18 @@ def test_faults_drawn_by_chance(service: Service, nodes: Nodes) -> None:
         return nodes.ask(url, prompt, max_tokens=TOKENS)
 
     expected = undisturbed(asker, 4)
-    done = [f"E2E_SEED={seed}"]
+    done, harms = [f"E2E_SEED={seed}"], 0
     with traffic(asker, CLIENTS, list(expected)) as clients:
         begun = time.monotonic()
         while time.monotonic() - begun < SECONDS:
             time.sleep(rng.uniform(1.0, MOST_AT_ONCE_S))
             (fault,) = rng.choices(list(FAULTS), list(FAULTS.values()))
-            done.append(f"{time.monotonic() - begun:6.1f} s: {fault(service, nodes, rng)}")
+            try:
+                what = fault(service, nodes, rng)
+                harms += 1
+            except NothingHarmedError as error:
+                what = f"no {fault.__name__}: {error}"
+            done.append(f"{time.monotonic() - begun:6.1f} s: {what}")
         for role in ("prefill", "decode"):
             service.kubectl.run("scale", "infsvcrole", f"{service.name}-{role}", "--replicas=2")
         service.wait_ready(300)
@@ -129,9 +136,14 @@ def test_faults_drawn_by_chance(service: Service, nodes: Nodes) -> None:
     assert not untrue, f"{told}\n{untrue}"
     print(f"{len(clients.answers)} answers, {len(broken)} ended in an explicit error: {[a.error for a in broken]}")
     assert len(broken) <= len(clients.answers) // 4, told
-    for role in ("prefill", "decode"):
-        for pod in service.pods(role):
-            wait_for(lambda pod=pod: kept_by(service, pod) == {}, f"{pod['metadata']['name']} to keep nothing", 60)
+    assert harms >= (len(done) - 1) // 2, told
+    wait_for(lambda: len(engines(service)) == 4, "the pods that leave to be gone", 120, service.told)
+    for pod in engines(service):
+        wait_for(lambda pod=pod: kept_by(service, pod) == {}, f"{pod['metadata']['name']} to keep nothing", 60)
+
+
+def engines(service: Service) -> list[Object]:
+    return [pod for role in ("prefill", "decode") for pod in service.pods(role)]
 
 
 def kept_by(service: Service, pod: Object) -> dict[str, float]:
