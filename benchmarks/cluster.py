@@ -10,6 +10,7 @@ Prints:
   place on a node to its readiness: image, model, load), and what that start took;
 - drift to repair: from the deletion of a child to its return;
 - calls of the API per minute at rest, by the operator's own count, but for the Lease and the watches;
+- from the word that a pod of a role terminates until no EndpointSlice calls it ready, so that it gets nothing new;
 - failover after SIGTERM (the pod is deleted) and after kill -9 (of its container), until a child deleted meanwhile is
   back. With one replica that holds the new process's start.
 """
@@ -27,7 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from e2e.harness.kubectl import Kubectl, KubectlError, Object, conditions  # noqa: E402 - the rig of the tests is that of the figures
+from e2e.harness.departures import departures  # noqa: E402 - the rig of the tests is that of the figures
+from e2e.harness.kubectl import Kubectl, KubectlError, Object, conditions  # noqa: E402
 from e2e.harness.nodes import own_nodes  # noqa: E402
 from e2e.harness.service import Service  # noqa: E402
 from e2e.harness.waiting import wait_for  # noqa: E402
@@ -90,6 +92,16 @@ def delete_and_wait(service: Service, child: str, seconds: float = 60.0) -> floa
             raise SystemExit(f"{child} was not back within {seconds:g} s")
         time.sleep(POLL_S)
     return time.monotonic() - begun
+
+
+def measure_leaving(figures: Figures, service: Service) -> None:
+    """A pod of each role is deleted, and replaced."""
+    for role in ("prefill", "decode", "router"):
+        with departures(service) as leaving:
+            service.kubectl.delete("pod", service.pod(role), "--wait=false")
+            (gone,) = leaving.wait_gone(1, 60)
+        figures.add("terminating to not ready, s", gone.unready_after_s)
+    service.wait_ready(300)
 
 
 def operator_pods() -> list[Object]:
@@ -160,6 +172,7 @@ def measure(options: argparse.Namespace) -> Figures:
         for _ in range(options.rounds):
             for child in DRIFTS:
                 figures.add("drift to repair, s", delete_and_wait(service, child.format(NAME)))
+            measure_leaving(figures, service)
         threading.Event().wait(5)
         measure_rest(figures, options.rest)
         for _ in range(options.rounds):
