@@ -29,5 +29,5 @@ case $file in
     ;;
 esac
 install --no-deps --no-index /wheel/*.whl
-[ ! -d /build/prebuilt ] || cp -R /build/prebuilt "$into"/lib/python3*/site-packages/kvferry_kernels/native/prebuilt
+[ ! -d /build/prebuilt ] || cp -R /build/prebuilt "$into"/lib/python3*/site-packages/kvferry_kernels/native/
 "$into/bin/python" -P images/finish.py "$into"
