@@ -57,10 +57,14 @@ def cluster() -> Kubectl:
 @pytest.fixture(scope="session")
 def release(cluster: Kubectl) -> Iterator[str]:
     """kvferry, installed as a user would: the operator runs under the chart's ServiceAccount. Yields its namespace."""
-    others = [each for each in json.loads(helm("list", "--all-namespaces", "--output=json")) if _is_other(each)]
+    releases = json.loads(helm("list", "--all-namespaces", "--output=json"))
+    others = [each for each in releases if _is_other(each)]
     if others:
         where = others[0]["namespace"]
         pytest.exit(f"kvferry is installed here already: helm uninstall {others[0]['name']} -n {where}", returncode=1)
+    if any("pending" in each["status"] for each in releases if each["namespace"] == SYSTEM):
+        # It locks the release, and is of a run that was ended while it installed.
+        helm("uninstall", "kvferry", "--namespace", SYSTEM)
     made_crds = not cluster.list("crd", CRDS)
     cluster.apply(*(restricted(name) for name in (SYSTEM, *WATCHED)))
     chosen = ["--namespace", SYSTEM, "--values", str(VALUES), "--set", f"watchNamespaces={{{','.join(WATCHED)}}}"]
