@@ -18,7 +18,7 @@ NEAR_S = 2.0  # between an event and its note
 AFTERMATH_S = 40.0  # in which a restarted pod may still be starting, and a wedged engine be killed by its server
 LATE_S = 15.0  # over the service's deadline: a busy machine, a router that was paused
 LOSSY_SUCCESS = {0.05: 1.0, 0.2: 0.99}  # share of packets lost -> share of requests answered whole, at least
-SLOPE_BAR = 1.0  # percent of resident memory a minute
+SLOPE_BAR = 1.0  # percent of its memory a minute
 SLOPE_LIFE_S = 150.0  # a shorter life says nothing
 SLOPE_WARM_S = 45.0  # first requests, caches and pools
 SHOWN = 5  # findings of one kind that are told whole
@@ -40,7 +40,7 @@ class Least(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slope(msgspec.Struct, frozen=True, kw_only=True):
-    """How one process's memory went over its life."""
+    """How one process's memory went over its life. What fills up to a bound is no growth: a leak goes on to the end."""
 
     pod: str
     part: str
@@ -259,7 +259,10 @@ def _at(seen: Evidence, at: float) -> str:
 
 
 def slopes(memory: Iterable[Memory]) -> list[Slope]:
-    """Of processes that lived long enough: least squares over what they held after their first time."""
+    """Of processes that lived long enough: least squares over what they held after their first time.
+
+    The smaller one counts of the slope of that time and the slope of its second half.
+    """
     lives: dict[tuple[str, str, int], list[Memory]] = defaultdict(list)
     for sample in memory:
         lives[sample.pod, sample.part, sample.pid].append(sample)
@@ -267,14 +270,20 @@ def slopes(memory: Iterable[Memory]) -> list[Slope]:
     for (pod, part, _), samples in sorted(lives.items()):
         life = samples[-1].at - samples[0].at
         points = [(each.at, each.nbytes) for each in samples if each.at - samples[0].at >= SLOPE_WARM_S]
-        if life >= SLOPE_LIFE_S and len(points) > 2:
-            mean_at = sum(at for at, _ in points) / len(points)
+        if life >= SLOPE_LIFE_S and len(points) > 3:
             mean = sum(nbytes for _, nbytes in points) / len(points)
-            spread = sum((at - mean_at) ** 2 for at, _ in points)
-            rate = sum((at - mean_at) * (nbytes - mean) for at, nbytes in points) / spread
+            rate = min(_rate(points), _rate(points[len(points) // 2 :]))
             percent = 100 * 60 * rate / mean
             found.append(Slope(pod=pod, part=part, life_s=life, mbytes=mean / 2**20, percent_per_min=percent))
     return found
+
+
+def _rate(points: Sequence[tuple[float, int]]) -> float:
+    """Bytes a second, by least squares."""
+    mean_at = sum(at for at, _ in points) / len(points)
+    mean = sum(nbytes for _, nbytes in points) / len(points)
+    spread = sum((at - mean_at) ** 2 for at, _ in points)
+    return sum((at - mean_at) * (nbytes - mean) for at, nbytes in points) / spread
 
 
 def counted(records: Iterable[Record], what: str) -> Counter[str]:

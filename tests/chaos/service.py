@@ -50,7 +50,7 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Resident memory of one process at one time."""
+    """Memory of its own that one process holds at one time."""
 
     pod: str
     part: Part
@@ -283,7 +283,7 @@ class ChaosService:
                 for seat in self._seats.values():
                     parts: tuple[tuple[Part, int | None], ...] = (("server", seat.pid), ("engine", seat.engine))
                     for part, pid in parts:
-                        if pid is not None and (nbytes := _resident(pid)):
+                        if pid is not None and (nbytes := _own_memory(pid)):
                             self.memory.append(Memory(pod=seat.name, part=part, pid=pid, at=now, nbytes=nbytes))
                             kept.write(msgspec.json.encode(self.memory[-1]) + b"\n")
                 await asyncio.sleep(SAMPLE_S)
@@ -446,11 +446,15 @@ def _engine_of(server: int) -> int | None:
     return int(children[0]) if children else None
 
 
-def _resident(pid: int) -> int:
-    """Bytes; 0 when it is gone."""
+def _own_memory(pid: int) -> int:
+    """Bytes of resident memory that is of no file: what the kernel takes back and reads again is not counted.
+
+    0 when the process is gone.
+    """
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-    except (OSError, IndexError):
+        _, resident, of_files, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        return (resident - of_files) * _PAGE
+    except (OSError, ValueError):
         return 0
 
 

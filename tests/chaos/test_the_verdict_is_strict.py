@@ -203,6 +203,9 @@ def test_growing_memory_is_found_only_where_it_is_judged() -> None:
         ]
 
     assert slopes(grown(60, 9.0)) == []
+    filled = [replace(each, nbytes=min(each.nbytes, 106 * 2**20)) for each in grown(240, 3.0)]  # a ring, full halfway
+    (slope,) = slopes(filled)
+    assert slope.percent_per_min < 0.1
     (slope,) = slopes(grown(300, 3.0))
     assert 2.5 < slope.percent_per_min < 3.0
     leaking, steady = replace(GOOD, memory=grown(300, 3.0)), replace(GOOD, memory=grown(300, 0.5))
