@@ -5,14 +5,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.__main__ import combined, commands
 from tests.repo.sources import ROOT
+from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.timeout(400)
+
+PLUGINS = "pytest_asyncio.plugin,pytest_timeout,xdist.plugin"
 # Notes when each test runs; `fail` names those that fail.
 SUITE = """
 import os, time
@@ -49,17 +54,32 @@ def suite(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begin(suite: Path, *options: str, **env: str) -> "subprocess.Popen[str]":
+@contextmanager
+def begun(suite: Path, *options: str, **env: str) -> "Iterator[subprocess.Popen[str]]":
+    """A run of that suite, with the plugins that it needs alone."""
     (suite / "noted").write_text("")
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests", "-p", "no:randomly", *options],
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests", *options],
         cwd=suite,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | env,
+        env=own | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": PLUGINS} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def run(suite: Path, *options: str, **env: str) -> tuple[int, str]:
+    """Its status and what it said."""
+    with begun(suite, *options, **env) as process:
+        return ended(process)
 
 
 def noted(suite: Path) -> list[str]:
@@ -68,7 +88,7 @@ def noted(suite: Path) -> list[str]:
 
 
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     return process.returncode, output
 
 
@@ -77,37 +97,34 @@ def test_all_run_once_processes_last_and_what_failed_again(suite: Path) -> None:
 
     With `--last-failed`, as `.ci/run` asks, each part runs its own failures again and nothing else.
     """
-    status, output = ended(begin(suite, FAIL="shared-2 alone"))
+    status, output = run(suite, FAIL="shared-2 alone")
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert sorted(noted(suite)) == ["alone", "served", "served", *(f"shared-{number}" for number in range(4))]
     lines = (suite / "noted").read_text().splitlines()
     assert lines[-1] == "alone alone"
     (worker,) = {line.split()[1] for line in lines if line.startswith("served")}
     assert worker.startswith("gw")
-    status, output = ended(begin(suite, "-n", "0", "--last-failed", "--last-failed-no-failures=none", FAIL="alone"))
+    status, output = run(suite, "-n", "0", "--last-failed", "--last-failed-no-failures=none", FAIL="alone")
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert noted(suite) == ["shared-2", "alone"]
-    status, output = ended(begin(suite, "-n", "0", "--last-failed", "--last-failed-no-failures=none"))
+    status, output = run(suite, "-n", "0", "--last-failed", "--last-failed-no-failures=none")
     assert status == pytest.ExitCode.OK, output
     assert noted(suite) == ["alone"]
 
 
 def test_the_first_failure_ends_a_run_that_wants_no_more(suite: Path) -> None:
     """`-x`: the second part does not begin."""
-    status, output = ended(begin(suite, "-x", "-n", "0", FAIL="shared-1"))
+    status, output = run(suite, "-x", "-n", "0", FAIL="shared-1")
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert "shared-1" in noted(suite) and "alone" not in noted(suite)
 
 
 def test_an_interrupt_ends_all(suite: Path) -> None:
     """Ctrl-C goes to the whole group: pytest ends in order, and the status tells."""
-    process = begin(suite, "-n", "0", STAY="60")
-    deadline = time.monotonic() + 60
-    while "alone" not in noted(suite):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    status, output = ended(process)
+    with begun(suite, "-n", "0", STAY="60") as process:
+        wait_for(lambda: "alone" in noted(suite), "the second part", 60)
+        os.killpg(process.pid, signal.SIGINT)
+        status, output = ended(process)
     assert status == pytest.ExitCode.INTERRUPTED, output
     assert "KeyboardInterrupt" in output
 

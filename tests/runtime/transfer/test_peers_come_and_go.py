@@ -41,7 +41,7 @@ def test_twenty_lives_of_a_peer_leave_one_entry() -> None:
 
 def test_an_idle_peer_is_forgotten_and_found_again() -> None:
     """After its time to live neither side keeps a connection; the next pull shakes hands anew."""
-    owner, reader = make_engine(fill=True), make_engine(limits=make_limits(peer_ttl_s=0.4))
+    owner, reader = make_engine(fill=True), make_engine(limits=make_limits(peer_ttl_s=0.4, transfer_floor_s=5.0))
     with running(owner, reader):
         pull_once(owner, reader)
         assert reader.service.state().peers == 1
