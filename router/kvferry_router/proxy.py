@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvferry_router import failures
 from kvferry_router.alarm import Alarm
+from kvferry_router.discovery.endpoints import Endpoint
 from kvferry_router.discovery.watch import PodWatch
 from kvferry_router.flow import RequestFlow
 from kvferry_router.flow_messages import (
@@ -276,23 +277,17 @@ class RequestRun:
         if record is None:
             self._loop.call_soon(self._deliver, LegClosed(attempt, "refused"))
             return
-        work = run_leg(
-            self._proxy.client,
-            record.endpoint,
-            effect.kind,
-            effect.leg,
-            limits=self._proxy.limits,
-            deliver=self._deliver,
-        )
-        self._tasks[attempt] = self._proxy.background.start(self._guard(attempt, work), f"{effect.kind} leg")
+        work = self._run_leg(effect, record.endpoint)
+        self._tasks[attempt] = self._proxy.background.start(work, f"{effect.kind} leg")
 
-    async def _guard(self, attempt: int, work: Coroutine[None, None, None]) -> None:
+    async def _run_leg(self, effect: OpenLeg, endpoint: Endpoint) -> None:
+        client, limits, kind, leg = self._proxy.client, self._proxy.limits, effect.kind, effect.leg
         try:
-            await work
+            await run_leg(client, endpoint, kind, leg, limits=limits, deliver=self._deliver)
         except Exception:  # noqa: BLE001 - told to the log and to the client
             self._broken("a leg's task failed")
         finally:
-            self._tasks.pop(attempt, None)
+            self._tasks.pop(leg.attempt, None)
 
     def _drop_task(self, attempt: int) -> None:
         if (task := self._tasks.pop(attempt, None)) is not None:

@@ -1,10 +1,14 @@
 """A client that leaves, at whatever stage, is gone at both pods within a second."""
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 
 import pytest
+
+from kvferry_router.flow_messages import ClientGone, OpenLeg
+from kvferry_router.proxy import RequestRun
 
 from .harness import Router, running, until
 from .scripted_pod import Script, ScriptedPod
@@ -92,6 +96,32 @@ async def test_fifty_departures_leave_nothing(tmp_path: Path) -> None:
             return await router.metric("router_requests_in_flight") == 0
 
         await until(idle, 1.0)
+        async with router.complete(PROMPT) as response:
+            assert (await response.json())["choices"][0]["text"] == PROMPT
+
+
+async def test_a_leg_that_is_dropped_before_it_begins_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may leave in the very turn of the loop in which a leg is opened. (A coroutine that nobody ever runs
+    would warn, which fails a test.)"""
+    opened = RequestRun._open
+
+    def open_and_leave(run: RequestRun, effect: OpenLeg) -> None:
+        opened(run, effect)
+        run._events.append(ClientGone())
+
+    p, d = make_pods(Script(), Script())
+    async with running(tmp_path, p, d) as router:
+        monkeypatch.setattr(RequestRun, "_open", open_and_leave)
+        there = asyncio.get_running_loop().create_future()
+        client = asyncio.create_task(leave(router, there, stream=True))
+        await p.wait_for(lambda: len(p.aborts) == 1)
+        monkeypatch.undo()
+        there.set_result(None)
+        await client
+        gc.collect()
+        assert (p.legs, d.legs) == ([], [])
         async with router.complete(PROMPT) as response:
             assert (await response.json())["choices"][0]["text"] == PROMPT
 

@@ -1,7 +1,7 @@
 """The tasks that keep the pool in step with the world: discovery, and each pod's probe and state stream."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import cast
 
@@ -109,9 +109,9 @@ class PodWatch:
     # ---- one pod -----------------------------------------------------------------------------------------------
 
     async def _watch(self, record: PodRecord) -> None:
-        follower = asyncio.create_task(_logged(self._follow(record), record), name=f"follow {record.name}")
+        follower = asyncio.create_task(_logged(self._follow, record), name=f"follow {record.name}")
         try:
-            await _logged(self._poll(record), record)
+            await _logged(self._poll, record)
         finally:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
@@ -212,10 +212,10 @@ class PodWatch:
                 self._metrics.rejoins.labels(reason).inc(count - before[reason])
 
 
-async def _logged(work: Coroutine[None, None, None], record: PodRecord) -> None:
+async def _logged(watch: Callable[[PodRecord], Coroutine[None, None, None]], record: PodRecord) -> None:
     """A watcher that dies of a bug must not do so in silence."""
     try:
-        await work
+        await watch(record)
     except asyncio.CancelledError:
         raise
     except Exception:
