@@ -30,7 +30,8 @@ if [ -z "${KVFERRY_IN_DOCKER:-}" ]; then
 fi
 mkdir -p "$CACHE"
 
-within() { if [ -n "${DOCKER_HOST:-}" ]; then ip netns exec "$NETNS" "$@"; else "$@"; fi; }
+within=()
+[ -z "${DOCKER_HOST:-}" ] || within=(ip netns exec "$NETNS")
 
 # stand_in IMAGE PACKAGES
 stand_in() {
@@ -72,11 +73,12 @@ case " $* " in
     ;;
 esac
 index
-within "$PYTHON" -m http.server --bind 127.0.0.1 --directory "$CACHE" "$PORT" >"$CACHE/index.log" 2>&1 &
+# Not by a function: that would run in a shell of its own, and the trap would end the shell alone.
+"${within[@]}" "$PYTHON" -m http.server --bind 127.0.0.1 --directory "$CACHE" "$PORT" >"$CACHE/index.log" 2>&1 &
 server=$!
 trap 'kill $server 2>/dev/null || true' EXIT
 for _ in $(seq 50); do
-  within "$PYTHON" -c "import socket; socket.create_connection(('127.0.0.1', $PORT), 1)" 2>/dev/null && break
+  "${within[@]}" "$PYTHON" -c "import socket; socket.create_connection(('127.0.0.1', $PORT), 1)" 2>/dev/null && break
   sleep 0.1
 done
 # The builder of old needs no plugin, and runs containers as this Docker does.
