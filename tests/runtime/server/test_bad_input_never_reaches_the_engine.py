@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from kvferry_wire.frames import End, Fail, Prefilled
-from tests.runtime.server.harness import PodProcess, frames, make_leg
+from kvferry_wire.limits import DEFAULT_LIMITS
+from tests.runtime.server.harness import PodProcess, frames, load_becomes, make_leg
 
 pytestmark = pytest.mark.processes
 
@@ -118,6 +119,8 @@ async def test_a_leg_whose_answer_has_no_room_is_left_to_another_pod(pod: PodPro
             assert (fail.kind, whole in fail.message, "2048" in fail.message) == (told, True, True), fail
         fits = make_leg("fits", prompt_ids=(65,) * 2000, sampling={"max_tokens": 48, "stop_token_ids": (0,)})
         assert isinstance((await frames(client, "generate", fits))[-1], End)
+        # It fills the pod, where another test's prefill may still be under its lease.
+        await load_becomes(client, lambda load: load.leases == 0, 2 * DEFAULT_LIMITS.lease_s)
         assert isinstance((await frames(client, "prefill", msgspec.structs.replace(leg, attempt=1)))[-1], Prefilled)
 
 
