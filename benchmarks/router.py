@@ -295,7 +295,7 @@ def _wait_ready(port: int, log: Path) -> None:
                 if response.status == 200:
                     return
         except OSError:
-            pass
+            pass  # nothing listens yet
         time.sleep(0.1)
     raise SystemExit(f"nothing is ready on port {port}:\n{log.read_text()[-2000:]}")
 

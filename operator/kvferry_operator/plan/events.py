@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry_operator.plan.causes import REASONS, WAITS, is_ready
+from kvferry_operator.plan.listing import some
 from kvferry_operator.plan.manifests.meta import Object
 
 _TOLD = ("Ready", "Progressing")
@@ -43,12 +44,11 @@ def keys_replaced(pods: Sequence[Object]) -> Event | None:
 
     Between them and pods that start from now on no request and no KV goes. ``None`` where none runs.
     """
-    old = sorted(pod["metadata"]["name"] for pod in pods if is_ready(pod))
+    old = [pod["metadata"]["name"] for pod in pods if is_ready(pod)]
     if not old:
         return None
     message = (
-        f"the key Secret was missing and was made anew: pods that run ({', '.join(old[:3])}"
-        f"{f' and {len(old) - 3} more' if len(old) > 3 else ''}) have the former keys and do not work with new ones;"
-        " `kubectl rollout restart` the service's Deployments"
+        f"the key Secret was missing and was made anew: pods that run ({some(old)}) have the former keys and do not"
+        " work with new ones; `kubectl rollout restart` the service's Deployments"
     )
     return Event(type="Warning", reason="KeysReplaced", message=message)

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 import msgspec
 
 from kvferry_operator.plan.causes import is_ready
+from kvferry_operator.plan.listing import some
 from kvferry_operator.plan.manifests.commits import fetched
 from kvferry_operator.plan.manifests.names import ENGINE_ROLES
 from kvferry_operator.plan.observed import Seen
 from kvferry_operator.plan.pods import ServicePlan
 from kvferry_wire.fetch import FetchReport
-
-SHOWN = 3  # pods, and models, that a message names
 
 
 class Lonely(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +42,7 @@ def lonely(plan: ServicePlan, seen: Seen) -> Lonely | None:
         told = f"prefill and decode fetched different {_what(alone)} of {plan.source} ({models})"
         return Lonely(all=True, told=f"{told}, so their compat hashes differ: delete the pods of the older one")
     parts = [
-        f"no {_other(role)} pod has what {_pods(alone[role])} fetched of {plan.source} ({_models(alone[role])})"
+        f"no {_other(role)} pod has what {some(alone[role])} fetched of {plan.source} ({_models(alone[role])})"
         for role in ENGINE_ROLES
         if alone[role]
     ]
@@ -81,13 +80,4 @@ def _what(alone: Mapping[str, Mapping[str, FetchReport]]) -> str:
 
 
 def _models(pods: Mapping[str, FetchReport]) -> str:
-    return _some({(report.commit or report.digest or "")[:12] for report in pods.values()})
-
-
-def _pods(pods: Mapping[str, FetchReport]) -> str:
-    return _some(set(pods))
-
-
-def _some(names: set[str]) -> str:
-    shown = sorted(names)[:SHOWN]
-    return ", ".join(shown) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return some((report.commit or report.digest or "")[:12] for report in pods.values())
