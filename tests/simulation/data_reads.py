@@ -47,6 +47,7 @@ class Reading:
     request: str
     stream: Stream | None = None
     asked: int = 0  # blocks asked for
+    releasing: bool = False
     arrived: int = 0
     end: ReadStatus | None = None
 
@@ -78,7 +79,8 @@ class SimulatedBackend:
 
     def poll(self, handle: object) -> ReadStatus:
         assert isinstance(handle, Reading)
-        return handle.end or ReadStatus(ReadState.RUNNING, handle.arrived * self._engine.memory.block_bytes)
+        nbytes = handle.arrived * self._engine.memory.block_bytes
+        return handle.end or ReadStatus(ReadState.RUNNING, nbytes, releasing=handle.releasing)
 
     def stop(self, handle: object) -> None:
         """The thread that writes into the blocks ends when it gets to it; what arrives before is written."""
@@ -92,20 +94,20 @@ class SimulatedBackend:
         """Nothing is kept between reads."""
 
     def _ask(self, reading: Reading) -> None:
-        """The next range of blocks."""
+        """The next range of blocks; behind the last one the release, as the tcp back end does."""
         assert reading.stream is not None
-        lease = reading.job.lease
+        job, lease = reading.job, reading.job.lease
         count = min(self._limits.read_blocks, len(reading.blocks) - reading.asked)
         first, reading.asked = reading.asked, reading.asked + count
         reading.stream.send(
             0, ReadRequest(lease.incarnation, lease.epoch, lease.lease_id, lease.prompt_digest, 0, first, count)
         )
+        if reading.asked == len(reading.blocks):
+            reading.releasing = True
+            reading.stream.send(0, ReleaseRequest(reader=job.reader, id=job.release_id, lease=lease))
 
     def _all_is_here(self, reading: Reading) -> None:
-        """Release the lease behind the last byte, as the tcp back end does; the pull asks itself if no answer comes."""
-        assert reading.stream is not None
-        job = reading.job
-        reading.stream.send(0, ReleaseRequest(reader=job.reader, id=job.release_id, lease=job.lease))
+        """Wait for the answer to the release; the pull asks itself if none comes."""
         self._engine.process.soon(self._limits.control_reply_s / 2, self._end, reading, None)
         self._engine.reads_moved()
 

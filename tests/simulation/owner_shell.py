@@ -1,5 +1,8 @@
 """The owner's side of KV transfer around the real lease table: control messages, the data plane, expiry."""
 
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry_runtime.core.messages import GrantLease, LeaseEnded, LeaseTaken
@@ -43,6 +46,14 @@ class Engine(Protocol):
     def post(self, event: LeaseTaken | LeaseEnded) -> None: ...
 
 
+@dataclass(slots=True)
+class _Requests:
+    """Of one connection: those that wait, and how many blocks of the one before them have not left yet."""
+
+    waiting: deque[DataRequest] = field(default_factory=deque)
+    blocks_left: int = 0
+
+
 class OwnerShell:
     """Moves messages to and from the lease table of one engine incarnation."""
 
@@ -53,6 +64,7 @@ class OwnerShell:
         self._limits = limits
         self._slow_data = slow_data
         self._rng = engine.process.world.rng(f"owner/{engine.name}/{engine.process.generation}")
+        self._queues: weakref.WeakKeyDictionary[Stream, _Requests] = weakref.WeakKeyDictionary()
         self._expiry = Timer(self._process, self._judge)
         self.table = LeaseTable(incarnation=engine.incarnation, epoch=1, limits=limits)
         body = HelloBody(incarnation=engine.incarnation, epoch=1, layout=layout(), backends={"tcp": b""})
@@ -130,6 +142,16 @@ class OwnerShell:
     # ---- data plane
 
     def on_message(self, stream: Stream, message: DataRequest) -> None:
+        """One request of a connection after another: the next is taken when the last byte for the former has left."""
+        requests = self._queues.setdefault(stream, _Requests())
+        requests.waiting.append(message)
+        self._take_next(stream, requests)
+
+    def _take_next(self, stream: Stream, requests: "_Requests") -> None:
+        while requests.waiting and not requests.blocks_left:
+            self._take(stream, requests.waiting.popleft())
+
+    def _take(self, stream: Stream, message: DataRequest) -> None:
         if isinstance(message, ReleaseRequest):
             answer = self.table.release(message.lease, message.reader, message.id, self._process.now)
             self._process.log("", f"released {message.lease.lease_id} #{message.id} on its connection: {answer}")
@@ -148,11 +170,15 @@ class OwnerShell:
         for index, block in enumerate(ids, message.first):
             late += self._slow_data * self._rng.random() ** 2
             self._process.soon(late, self._send_block, stream, index, block, ref)
+        self._queues[stream].blocks_left = len(ids)
 
     def _send_block(self, stream: Stream, index: int, block: int, ref: LeaseRef) -> None:
         if self.table.lookup(ref).answer != "held":
             self._process.world.count("blocks_sent_after_their_lease")
         stream.send(1, (index, self._engine.memory.read(block)))
+        requests = self._queues[stream]
+        requests.blocks_left -= 1
+        self._take_next(stream, requests)
 
     def on_close(self, stream: Stream) -> None:
         """The reader wants no more."""

@@ -169,10 +169,11 @@ class ReaderControl:
 
     def _round(self) -> None:
         self._drain_wakes()
-        # Reads first: an answer may be of after a release that a read's thread has sent behind its last byte.
+        # In this order: an answer that is here may be of after a release, which a read's thread sent before it came.
+        replies = list(self._sockets.receive())
         for pull, event in self._reads.poll(time.monotonic()):
             self._feed(pull, event)
-        for data in self._sockets.receive():
+        for data in replies:
             self._on_reply(data)
         while not self._commands.empty():
             self._on_command(self._commands.get_nowait())

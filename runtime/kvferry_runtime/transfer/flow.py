@@ -1,10 +1,10 @@
 """One pull, from the moment its leg is accepted: hold the lease, read the blocks, have the lease confirmed.
 
 Pure: events and the time in, effects out. The blocks are valid only if the owner answers ``held`` to a `Release` that
-was sent after the last byte had arrived; every other end voids them and names the reason. Whatever happens, a flow that
-was given blocks finishes exactly once, and not before the back end writes into them no more.
+it took after it had copied the last byte; every other end voids them and names the reason. Whatever happens, a flow
+that was given blocks finishes exactly once, and not before the back end writes into them no more.
 
-    HOLDING -> CONNECTING -> QUEUED -> READING -> VALIDATING -> DONE
+    HOLDING -> CONNECTING -> QUEUED -> READING [-> RELEASING] -> VALIDATING -> DONE
     a failure or a drop ends in FAILED or CANCELLED, by way of FAILING or CANCELLING while a read may still write;
     LOST is a failure before the engine gave blocks: it waits for them, to say so.
 """
@@ -26,6 +26,7 @@ from kvferry_runtime.transfer.flow_messages import (
     ReadStarted,
     ReadStopped,
     Refused,
+    ReleaseSent,
     SendFailed,
     SendRelease,
     SendRenew,
@@ -46,6 +47,7 @@ class FlowState(enum.Enum):
     CONNECTING = "connecting"  # blocks are there, the peer has not welcomed us yet
     QUEUED = "queued"  # waits for a place among the reads
     READING = "reading"  # bytes may be written into the blocks
+    RELEASING = "releasing"  # they still may, but the owner has been asked to end the lease behind them
     FAILING = "failing"  # failed; the read may still write
     CANCELLING = "cancelling"  # dropped; the read may still write
     VALIDATING = "validating"  # all bytes are there; was the lease live throughout?
@@ -60,6 +62,7 @@ class FlowStep(enum.Enum):
     BLOCKS = "blocks"
     WELCOMED = "welcomed"
     STARTED = "started"
+    RELEASE_SENT = "release sent"  # by the back end
     ALL_READ = "all read"
     CONFIRMED = "confirmed"
     FAIL = "fail"  # while the back end may write, or never began
@@ -82,13 +85,20 @@ TRANSITIONS: Mapping[tuple[FlowState, FlowStep], FlowState] = {
     (_S.QUEUED, _E.STOPPED): _S.FAILED,
     (_S.QUEUED, _E.FAIL): _S.FAILING,
     (_S.QUEUED, _E.DROP): _S.CANCELLING,
+    (_S.READING, _E.RELEASE_SENT): _S.RELEASING,
     (_S.READING, _E.ALL_READ): _S.VALIDATING,
     (_S.READING, _E.STOPPED): _S.FAILED,
     (_S.READING, _E.FAIL): _S.FAILING,
     (_S.READING, _E.DROP): _S.CANCELLING,
+    (_S.RELEASING, _E.ALL_READ): _S.VALIDATING,
+    (_S.RELEASING, _E.STOPPED): _S.FAILED,
+    (_S.RELEASING, _E.FAIL): _S.FAILING,
+    (_S.RELEASING, _E.DROP): _S.CANCELLING,
+    (_S.FAILING, _E.RELEASE_SENT): _S.FAILING,
     (_S.FAILING, _E.ALL_READ): _S.FAILED,
     (_S.FAILING, _E.STOPPED): _S.FAILED,
     (_S.FAILING, _E.DROP): _S.FAILING,
+    (_S.CANCELLING, _E.RELEASE_SENT): _S.CANCELLING,
     (_S.CANCELLING, _E.ALL_READ): _S.CANCELLED,
     (_S.CANCELLING, _E.STOPPED): _S.CANCELLED,
     (_S.CANCELLING, _E.DROP): _S.CANCELLING,
@@ -101,6 +111,7 @@ TRANSITIONS: Mapping[tuple[FlowState, FlowStep], FlowState] = {
 ENDS = frozenset({FlowState.DONE, FlowState.FAILED, FlowState.CANCELLED})
 WITHOUT_BLOCKS = frozenset({FlowState.HOLDING, FlowState.LOST})
 RENEWING = frozenset({FlowState.HOLDING, FlowState.CONNECTING, FlowState.QUEUED, FlowState.READING})
+MOVING = frozenset({FlowState.READING, FlowState.RELEASING})
 STOPPING = frozenset({FlowState.FAILING, FlowState.CANCELLING})
 
 _ANSWER_REASON: Mapping[LeaseAnswer, RecomputeReason] = {
@@ -175,8 +186,9 @@ class TransferFlow:
         """Take one event.
 
         Raises:
-            FlowError: an event of the driver's own making (`BlocksGiven`, `ReadStarted`, `ReadDone`, `ReadStopped`,
-                `Drop`) that the state does not know. What comes from the network is never an error, only late.
+            FlowError: an event of the driver's own making (`BlocksGiven`, `ReadStarted`, `ReleaseSent`,
+                `ReadDone`, `ReadStopped`, `Drop`) that the state does not know. What comes from the network is never
+                an error, only late.
         """
         match event:
             case BlocksGiven(nbytes):
@@ -192,9 +204,12 @@ class TransferFlow:
                 self._step_deadline = self._read_deadline(now)
                 return []
             case BytesArrived(nbytes):
-                if self.state is FlowState.READING and nbytes > self._arrived:
+                if self.state in MOVING and nbytes > self._arrived:
                     self._step_deadline += (nbytes - self._arrived) / self._limits.transfer_min_bytes_per_s
                     self._arrived = nbytes
+                return []
+            case ReleaseSent():
+                self.state = advance(self.state, FlowStep.RELEASE_SENT)
                 return []
             case ReadDone(answer):
                 return self._read_done(answer, now)
@@ -212,7 +227,7 @@ class TransferFlow:
         wake = min(self._deadline, self._step_deadline)
         if self.state in RENEWING:
             return min(wake, self._renew_at, self._live_until)
-        return min(wake, self._release_at)
+        return min(wake, self._release_at) if self.state is FlowState.VALIDATING else wake
 
     @property
     def ended(self) -> bool:
@@ -251,8 +266,6 @@ class TransferFlow:
             return self._fail(_ANSWER_REASON[answer], now)
         if self.state in RENEWING and message_id == self._renew_id:
             if answer != "held":
-                if self.state is FlowState.READING and self._arrived == self._nbytes:
-                    return []  # the back end may have released it meanwhile: that answer decides
                 return self._fail(_ANSWER_REASON[answer], now)
             self._renew_id = None
             # The owner extended it when it heard us, which was not before we first spoke.
@@ -312,13 +325,15 @@ class TransferFlow:
                 self._release_at = now + self._resend_s
                 return [SendRelease(self._release_id)]
             return []
-        if self.state not in RENEWING:
+        if self.state not in RENEWING | MOVING:
             return []
         if now >= self._deadline:
             return self._fail(RecomputeReason.DEADLINE, now)
         if now >= self._step_deadline:
             connecting = self.state is FlowState.CONNECTING
             return self._fail(RecomputeReason.PEER_DEAD if connecting else RecomputeReason.DEADLINE, now)
+        if self.state not in RENEWING:
+            return []
         if now >= self._live_until:
             return self._fail(RecomputeReason.PEER_DEAD, now)
         return [self._renew(now)] if now >= self._renew_at else []

@@ -48,6 +48,11 @@ class BytesArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseSent:
+    """The back end has sent the release behind its last request. Told before any answer that came after it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadDone:
     """The last byte has arrived; the back end writes no more.
 
@@ -77,7 +82,17 @@ class Tick:
 
 
 FlowEvent = (
-    BlocksGiven | Welcomed | Refused | Answered | ReadStarted | BytesArrived | ReadDone | ReadStopped | Drop | Tick
+    BlocksGiven
+    | Welcomed
+    | Refused
+    | Answered
+    | ReadStarted
+    | BytesArrived
+    | ReleaseSent
+    | ReadDone
+    | ReadStopped
+    | Drop
+    | Tick
 )
 
 # ---- out ---------------------------------------------------------------------------------------------------------
@@ -110,7 +125,7 @@ class SendFailed:
 class Read:
     """Read all blocks as soon as a place is free; then `ReadStarted` and in the end `ReadDone` or `ReadStopped`.
 
-    `release_id`: for a back end that sends the release itself, behind the last byte.
+    `release_id`: for a back end that sends the release itself, behind its last request.
     """
 
     release_id: int

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from kvferry_runtime.core.messages import LegKey
 from kvferry_runtime.transfer.backends.base import BackendError, ReadJob, ReadState, TransferBackend
 from kvferry_runtime.transfer.flow import TransferFlow
-from kvferry_runtime.transfer.flow_messages import BytesArrived, FlowEvent, ReadDone, ReadStarted, ReadStopped
+from kvferry_runtime.transfer.flow_messages import (
+    BytesArrived,
+    FlowEvent,
+    ReadDone,
+    ReadStarted,
+    ReadStopped,
+    ReleaseSent,
+)
 from kvferry_runtime.transfer.handshake import PeerKey
 from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.control import LeaseRef
@@ -34,6 +41,7 @@ class Pull:
     backend: TransferBackend | None = None
     read: object | None = None
     arrived: int = 0
+    releasing: bool = False
     next_poll: float = 0.0
 
 
@@ -97,6 +105,9 @@ class ReadSlots:
             if status.nbytes != pull.arrived:
                 pull.arrived = status.nbytes
                 happened.append((pull, BytesArrived(status.nbytes)))
+            if status.releasing and not pull.releasing:
+                pull.releasing = True
+                happened.append((pull, ReleaseSent()))
             if status.state is ReadState.RUNNING:
                 continue
             pull.backend.release(pull.read)

@@ -17,6 +17,7 @@ from tests.runtime.transfer.owner_process import BIG, BLOCKS, owner_process, pat
 from tests.runtime.transfer.slow_paths import Proxy, WaitingMemory
 
 REMOTE = tuple(range(1, 41))
+LOCAL = tuple(range(50, 10, -1))
 PROMPT = tuple(range(640))
 LIMITS = make_limits(read_blocks=1, lease_s=30.0, connect_s=1.0)
 
@@ -148,6 +149,19 @@ def test_a_throttled_or_stopped_connection_trips_the_deadline(make_proxy: Callab
         assert second.key == throttled
         assert second.reason in {"deadline", "connect"}
         assert_nothing_is_written(reader)
+
+
+def test_bytes_that_outlive_their_lease_on_a_slow_way_are_good() -> None:
+    """The owner has copied all and ended the lease; the rest takes three leases' time and no renewal fails the pull."""
+    limits = make_limits(lease_s=0.5, first_renew_s=0.02, transfer_min_bytes_per_s=20_000.0)
+    owner, reader = make_engine(limits=limits, fill=True), make_engine(limits=limits)
+    nbytes = len(REMOTE) * FULL.block_bytes(16)
+    with running(owner, reader), Proxy(owner.ports.data, rate=nbytes / (3 * limits.lease_s)) as proxy:
+        reader.start_pull(through(proxy, owner.grant((REMOTE,), PROMPT)), (LOCAL,))
+        assert owner.next_post(limits.lease_s) == LeaseEnded(lease_id=1, why="released")
+        assert reader.inbox.empty()
+        assert end_of(reader, 10.0).reason == ""
+        assert reader.bytes_of(0, LOCAL) == owner.bytes_of(0, REMOTE)
 
 
 def test_two_processes_through_good_and_bad_times() -> None:

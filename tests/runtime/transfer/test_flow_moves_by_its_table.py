@@ -18,6 +18,7 @@ from kvferry_runtime.transfer.flow_messages import (
     ReadStarted,
     ReadStopped,
     Refused,
+    ReleaseSent,
     SendFailed,
     SendRelease,
     SendRenew,
@@ -26,6 +27,7 @@ from kvferry_runtime.transfer.flow_messages import (
     Welcomed,
 )
 from kvferry_runtime.transfer.reasons import RecomputeReason
+from kvferry_wire.limits import Limits
 from tests.runtime.transfer.builders import make_flow
 
 _S, _E = FlowState, FlowStep
@@ -37,6 +39,7 @@ PATHS: dict[FlowState, list[FlowEvent]] = {
     _S.CONNECTING: [BlocksGiven(100)],
     _S.QUEUED: [Welcomed(), BlocksGiven(100)],
     _S.READING: [Welcomed(), BlocksGiven(100), ReadStarted()],
+    _S.RELEASING: [Welcomed(), BlocksGiven(100), ReadStarted(), ReleaseSent()],
     _S.FAILING: [Welcomed(), BlocksGiven(100), ReadStarted(), Answered(1, "expired")],
     _S.CANCELLING: [Welcomed(), BlocksGiven(100), ReadStarted(), Drop("gone")],
     _S.VALIDATING: [Welcomed(), BlocksGiven(100), ReadStarted(), ReadDone()],
@@ -47,6 +50,7 @@ PATHS: dict[FlowState, list[FlowEvent]] = {
 LOCAL_STEPS: dict[FlowStep, FlowEvent] = {
     _E.BLOCKS: BlocksGiven(100),
     _E.STARTED: ReadStarted(),
+    _E.RELEASE_SENT: ReleaseSent(),
     _E.ALL_READ: ReadDone(),
     _E.STOPPED: ReadStopped(),
     _E.DROP: Drop("gone"),
@@ -137,24 +141,30 @@ def test_bytes_without_a_live_lease_are_void(answer: str, reason: RecomputeReaso
     assert finished == Finished(reason, 0.2, 100)
 
 
-def test_a_release_behind_the_last_byte_saves_a_round_trip() -> None:
+@pytest.mark.parametrize("state", [_S.READING, _S.RELEASING], ids=lambda state: state.value)
+def test_a_release_behind_the_last_request_saves_a_round_trip(state: FlowState) -> None:
     """The back end has the owner's answer already: ``held`` makes the blocks valid at once, all else voids them."""
-    assert make_flow_in(_S.READING).handle(ReadDone("held"), 0.2) == [Finished(None, 0.2, 100)]
-    assert make_flow_in(_S.READING).handle(ReadDone("expired"), 0.2) == [
-        Finished(RecomputeReason.LEASE_EXPIRED, 0.2, 100)
-    ]
+    assert make_flow_in(state).handle(ReadDone("held"), 0.2) == [Finished(None, 0.2, 100)]
+    assert make_flow_in(state).handle(ReadDone("expired"), 0.2) == [Finished(RecomputeReason.LEASE_EXPIRED, 0.2, 100)]
     assert make_flow_in(_S.CANCELLING).handle(ReadDone("held"), 0.2) == [Finished(RecomputeReason.CANCELLED, 0.2, 100)]
 
 
-def test_a_renewal_that_comes_after_that_release_decides_nothing() -> None:
-    """The owner knows the lease no more because it was released: only while bytes are missing is that a loss."""
-    flow = make_flow_in(_S.READING)
-    flow.handle(BytesArrived(100), 0.1)
+def test_after_that_release_only_its_answer_and_the_deadlines_decide() -> None:
+    """The owner may know the lease no more, though bytes are on their way: no renewal is sent, and none believed."""
+    flow = make_flow_in(_S.RELEASING)
     assert flow.handle(Answered(1, "unknown"), 0.1) == []
-    assert flow.handle(ReadDone("held"), 0.2) == [Finished(None, 0.2, 100)]
-    early = make_flow_in(_S.READING)
-    early.handle(BytesArrived(99), 0.1)
-    assert early.handle(Answered(1, "unknown"), 0.1) == [StopRead()]
+    limits = Limits()
+    assert flow.next_wake() == limits.transfer_floor_s
+    nbytes = int(limits.transfer_min_bytes_per_s * 60)
+    slow = make_flow(lease_s=15.0, deadline=600.0)
+    slow.begin(0.0)
+    for event in (Welcomed(), BlocksGiven(nbytes), ReadStarted(), ReleaseSent(), BytesArrived(nbytes - 1)):
+        slow.handle(event, 0.0)
+    assert slow.handle(Tick(), 50.0) == []  # long after the lease's time without a renewal
+    assert slow.handle(ReadDone("held"), 50.0) == [Finished(None, 50.0, nbytes)]
+    assert flow.handle(Tick(), limits.transfer_floor_s) == [SendFailed(3, "deadline"), StopRead()]
+    before = make_flow_in(_S.READING)
+    assert before.handle(Answered(1, "unknown"), 0.1) == [StopRead()]
 
 
 def test_a_drop_while_reading_waits_for_the_last_write() -> None:

@@ -15,7 +15,6 @@ from kvferry_runtime.transfer.flow import TransferFlow
 from kvferry_runtime.transfer.flow_messages import (
     Answered,
     BlocksGiven,
-    BytesArrived,
     Drop,
     Finished,
     FlowEffect,
@@ -24,6 +23,7 @@ from kvferry_runtime.transfer.flow_messages import (
     ReadDone,
     ReadStarted,
     ReadStopped,
+    ReleaseSent,
     SendFailed,
     SendRelease,
     SendRenew,
@@ -120,8 +120,8 @@ class BadNetwork:
         self.feed(ReadDone() if how == "done" else ReadStopped())
 
     def release_behind(self, _: object) -> None:
-        """The back end has the last byte and asks the owner itself; its word is lost, or the answer, or none."""
-        self.feed(BytesArrived(1000))
+        """The owner has copied the last byte and takes the release; that is lost, or its answer, or none."""
+        self.feed(ReleaseSent())
         self.read_ended = self.now
         answer = None
         if self.rng.random() < 0.8:
@@ -129,7 +129,7 @@ class BadNetwork:
             answer = self.table.release(make_ref(), READER, self.release_id, self.now)
         if self.rng.random() < 0.3:
             answer = None
-        self.at(self.now + self.rng.random() * self.rng.choice([0.01, 0.5]), self.done_behind, answer)
+        self.at(self.now + self.rng.random() * self.rng.choice([0.01, 0.5, 2.5]), self.done_behind, answer)
 
     def done_behind(self, answer: object) -> None:
         if self.may_write:

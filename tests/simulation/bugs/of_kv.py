@@ -9,9 +9,11 @@ from kvferry_runtime.transfer import flow_messages as pull_messages
 from kvferry_runtime.transfer.flow import FlowState, TransferFlow
 from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.canonical import KeyExtras
+from kvferry_wire.data import ReleaseRequest
 from tests.simulation import data_reads as simulated_reads
 from tests.simulation import pod as simulated_pod
 from tests.simulation.bugs.registry import bug, wrapped
+from tests.simulation.owner_shell import OwnerShell
 
 
 @bug("stale", "wrong_token")
@@ -43,6 +45,23 @@ def expired_answer_counts_as_held() -> Iterator[None]:
         return on_answer
 
     with wrapped(TransferFlow, "_on_answer", make):
+        yield
+
+
+@bug("stale", "wrong_token")
+def release_overtakes_the_bytes() -> Iterator[None]:
+    """The owner takes a release as soon as it arrives, and gives blocks back that are still being copied."""
+
+    def make(real: Any) -> Any:
+        def on_message(self: OwnerShell, stream: Any, message: Any) -> None:
+            if isinstance(message, ReleaseRequest):
+                self._take(stream, message)
+            else:
+                real(self, stream, message)
+
+        return on_message
+
+    with wrapped(OwnerShell, "on_message", make):
         yield
 
 

@@ -36,14 +36,16 @@ class ReadState(enum.Enum):
 class ReadStatus:
     """`nbytes`: that have arrived. `reason` and `detail` (for the log) are set when the read failed.
 
-    `answer`: of a read that is done, what the owner said to the `Release` that the back end sent behind its last byte;
-    ``None`` where it sent none, or has no answer.
+    `releasing`: the back end has asked the owner for all bytes and, behind them, to release the lease: the owner may
+    have ended it, although bytes are still on their way. `answer`: of a read that is done, what the owner said to that;
+    ``None`` where it was not asked, or has not answered.
     """
 
     state: ReadState
     nbytes: int
     reason: RecomputeReason = RecomputeReason.READ_ERROR
     detail: str = ""
+    releasing: bool = False
     answer: LeaseAnswer | None = None
 
 
@@ -52,8 +54,9 @@ class ReadJob:
     """All blocks of a lease, into these local blocks: ids per KV group, in the lease's own order.
 
     Where there are `checksums` (see `transfer.checksums`; one entry per group) the back end checks each block before it
-    says that it is done: a damaged one ends the read with `RecomputeReason.CHECKSUM`. A back end that can ask the owner
-    behind the last byte sends a `Release` with `reader` and `release_id`; whoever repeats it uses the same two.
+    says that it is done: a damaged one ends the read with `RecomputeReason.CHECKSUM`. A back end whose owner takes one
+    request after another, each when it has copied the bytes of those before, sends a `Release` with `reader` and
+    `release_id` behind the last one; whoever repeats it uses the same two.
     """
 
     lease: LeaseRef

@@ -76,7 +76,8 @@ class TcpRead:
     link: Link | None = None
     stopped: bool = False
     nbytes: int = 0
-    answer: LeaseAnswer | None = None  # to the release
+    releasing: bool = False  # the release is on its way, or was
+    answer: LeaseAnswer | None = None  # to it
     end: ReadStatus | None = None
 
 
@@ -157,7 +158,7 @@ class TcpBackend:
     def poll(self, handle: object) -> ReadStatus:
         """How far a read is."""
         assert isinstance(handle, TcpRead)
-        return handle.end or ReadStatus(ReadState.RUNNING, handle.nbytes)
+        return handle.end or ReadStatus(ReadState.RUNNING, handle.nbytes, releasing=handle.releasing)
 
     def stop(self, handle: object) -> None:
         """Cut the read's connection; its thread then ends it."""
@@ -247,7 +248,7 @@ class TcpBackend:
                 link.close()
                 link = self._connect(read)
                 self._transfer(read, link)
-            read.answer = self._release(read, link)
+            read.answer = self._release_answer(link)
         except BaseException:
             self._attach(read, None)
             link.close()
@@ -259,8 +260,9 @@ class TcpBackend:
             self._keep(read.peer, link)
 
     def _transfer(self, read: TcpRead, link: Link) -> None:
+        """Read all ranges, and ask for the release behind them: the owner takes it when it has copied all bytes."""
         self._attach(read, link)
-        lease, blocks = read.job.lease, read.job.blocks
+        job, lease, blocks = read.job, read.job.lease, read.job.blocks
         ranges = read_ranges([len(group) for group in blocks], self._block_bytes, self._limits)
         requests = [
             encode(
@@ -276,12 +278,16 @@ class TcpBackend:
             )
             for part in ranges
         ]
-        for request in requests[:WINDOW]:
-            link.send_message(request)
-        for index, part in enumerate(ranges):
-            self._receive_range(read, link, part)
-            if index + WINDOW < len(requests):
-                link.send_message(requests[index + WINDOW])
+        requests.append(encode(ReleaseRequest(reader=job.reader, id=job.release_id, lease=lease)))
+        asked = 0
+        for received in range(len(requests)):
+            if received:
+                self._receive_range(read, link, ranges[received - 1])
+            ahead = requests[asked : received + WINDOW]
+            asked += len(ahead)
+            if ahead:
+                read.releasing = asked == len(requests)  # before the owner hears of it
+                link.send_messages(ahead)
 
     def _receive_range(self, read: TcpRead, link: Link, part: BlockRange) -> None:
         try:
@@ -308,11 +314,9 @@ class TcpBackend:
                     detail = f"block {damaged} of group {part.group} is not what its owner granted"
                     raise _ReadFailedError(RecomputeReason.CHECKSUM, detail)
 
-    def _release(self, read: TcpRead, link: Link) -> LeaseAnswer | None:
-        """Give the lease back behind the last byte. ``None``: no answer in time; the flow asks again by its own way."""
-        job = read.job
+    def _release_answer(self, link: Link) -> LeaseAnswer | None:
+        """What comes behind the last byte. ``None``: no answer in time; the flow asks again by its own way."""
         try:
-            link.send_message(encode(ReleaseRequest(reader=job.reader, id=job.release_id, lease=job.lease)))
             reply: ReadReply = decode_reply(link.receive_message(deadline=time.monotonic() + self._release_s))
         except (LinkError, msgspec.DecodeError) as error:
             _log.debug("a release is not answered on the data connection: %s", error)

@@ -53,6 +53,10 @@ class Link:
         """Send a length-prefixed message and the bytes after it."""
         self.send([memoryview(HEAD.pack(len(body)) + body), *payload])
 
+    def send_messages(self, bodies: Sequence[bytes]) -> None:
+        """Send length-prefixed messages in one system call."""
+        self.send([memoryview(b"".join(HEAD.pack(len(body)) + body for body in bodies))])
+
     def wait_message(self, idle_s: float) -> None:
         """Return when a message has begun to arrive. Raises `LinkError` after `idle_s`."""
         poller = select.poll()
