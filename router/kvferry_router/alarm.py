@@ -35,6 +35,15 @@ class Alarm:
             self._handle.cancel()
             self._handle = None
 
+    def close(self) -> None:
+        """Never ring again, and let go of who was called: the owner of an alarm is then in no cycle with it."""
+        self.cancel()
+        self._ring = _unheard
+
     def _rings(self) -> None:
         due, self._due, self._handle = self._due, math.inf, None
         self._ring(due)
+
+
+def _unheard(_: float) -> None:
+    """What a closed alarm calls."""

@@ -36,7 +36,6 @@ from kvferry_wire.leg import Leg
 
 _GROWTH_TOKENS = 256  # of one choice, that room is looked for: most answers are shorter than what they may be
 _POLL_S = 0.02
-_DECISIONS_SHOWN = 100
 _log = logs.get_logger(__name__)
 
 
@@ -142,7 +141,7 @@ class RouterApp:
     async def _decisions(self, request: web.Request) -> web.Response:
         if self._internal(request.headers.get("Authorization", "")) is None:
             raise HttpError(401, "The service's own key is needed.", code="invalid_api_key")
-        found = self._proxy.pool.decisions.newest_first(_DECISIONS_SHOWN)
+        found = self._proxy.pool.decisions.newest_first()
         return web.Response(body=msgspec.json.encode({"decisions": found}), content_type="application/json")
 
     # ---- answers -----------------------------------------------------------------------------------------------

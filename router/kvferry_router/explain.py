@@ -18,14 +18,9 @@ class DecisionLog:
     def add(self, decision: Decision) -> None:
         self._ring.append(decision)
 
-    def newest_first(self, limit: int) -> list[dict[str, object]]:
-        """The newest decisions as JSON values. They name pods and sizes; no tenant, no token, no prompt."""
-        found: list[dict[str, object]] = []
-        for decision in reversed(self._ring):
-            if len(found) >= limit:
-                break
-            found.append(_as_json(decision))
-        return found
+    def newest_first(self) -> list[dict[str, object]]:
+        """The decisions as JSON values. They name pods and sizes; no tenant, no token, no prompt."""
+        return [_as_json(decision) for decision in reversed(self._ring)]
 
 
 def _as_json(decision: Decision) -> dict[str, object]:

@@ -50,17 +50,25 @@ async def _run(
                 if frames:
                     deliver(LegFrames(attempt, tuple(frames)))
             return LegClosed(attempt, "cut" if decoder.pending_bytes else "ended")
-    except FrameError as error:
-        _log.warning("a pod sent what is no frame", extra=logs.fields(pod=endpoint.name, reason=str(error)[:200]))
-        return LegClosed(attempt, "garbage")
-    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError):
-        return LegClosed(attempt, "refused")
-    except aiohttp.ClientResponseError as error:
-        # Headers that are no HTTP, or more of them than we take.
-        _log.warning("a pod's answer is no HTTP", extra=logs.fields(pod=endpoint.name, reason=error.message[:200]))
-        return LegClosed(attempt, "garbage")
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return LegClosed(attempt, "cut" if begun else "refused")
+    except (FrameError, aiohttp.ClientError, OSError, TimeoutError) as error:
+        # A response keeps the error that ended it, a traceback this frame: without it neither keeps the request.
+        return _broken(attempt, endpoint, error.with_traceback(None), begun=begun)
+
+
+def _broken(attempt: int, endpoint: Endpoint, error: Exception, *, begun: bool) -> LegClosed:
+    """The end of a leg that ended in an error. ``begun``: its pod has answered."""
+    match error:
+        case FrameError():
+            _log.warning("a pod sent what is no frame", extra=logs.fields(pod=endpoint.name, reason=str(error)[:200]))
+            return LegClosed(attempt, "garbage")
+        case aiohttp.ClientConnectorError() | aiohttp.ServerTimeoutError():
+            return LegClosed(attempt, "refused")
+        case aiohttp.ClientResponseError():
+            # Headers that are no HTTP, or more of them than we take.
+            _log.warning("a pod's answer is no HTTP", extra=logs.fields(pod=endpoint.name, reason=error.message[:200]))
+            return LegClosed(attempt, "garbage")
+        case _:
+            return LegClosed(attempt, "cut" if begun else "refused")
 
 
 def _refused(attempt: int, refusal: PodRefusal) -> LegClosed:

@@ -124,10 +124,9 @@ class Output:
         return response
 
     async def _fail(self, response: web.StreamResponse | None, final: FailAnswer) -> web.StreamResponse:
-        error = AnswerFailedError.of(final.failure)
         if response is None:
-            raise error
-        await self._write(response, error_event(error))
+            raise AnswerFailedError.of(final.failure)  # held by no name: its traceback holds this frame
+        await self._write(response, error_event(as_api_error(final.failure)))
         # No last chunk: to HTTP, too, the answer is cut.
         if self._request.transport is not None:
             self._request.transport.close()

@@ -154,7 +154,7 @@ class RequestRun:
         finally:
             if self._flow.state is not State.DONE:
                 self._deliver(ClientGone())
-            self._alarm.cancel()
+            self._alarm.close()
             for task in self._tasks.values():  # only this ends a stream that stays open
                 self._loop.call_later(_DRAIN_S, task.cancel)
 

@@ -80,7 +80,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     # Router
     index_blocks: int = 2_000_000
-    decisions: int = 512  # routing decisions kept for the explain API
+    decisions: int = 100  # the last ones of a router, for the explain API
     text_bundle_bytes: int = 64 * 2**20
     connect_timeout_s: float = 2.0
     retry_after_s: int = 1
