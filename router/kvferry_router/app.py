@@ -214,12 +214,12 @@ class RouterApp:
             growth_tokens=prepared.n * min(prepared.sampling.max_tokens, _GROWTH_TOKENS),
             text_digest=tools.bundle.digest,
         )
-        run = RequestRun(self._proxy, request, leg, ask, hashes, deadline_s=self._deadline_s, accepted_at=accepted_at)
         if self._proxy.suspects.holds(leg, asyncio.get_running_loop().time()):
             raise as_api_error(failures.BARREN)
         decision = pool.choose(ask, hashes, asyncio.get_running_loop().time())
         if decision.decode is None:
             raise as_api_error(failures.NO_CAPACITY)
+        run = RequestRun(self._proxy, request, leg, ask, hashes, deadline_s=self._deadline_s, accepted_at=accepted_at)
         return run, decision
 
     def _first_leg(self, prepared: PreparedRequest, internal_id: str, request_id: str, extras: KeyExtras) -> Leg:

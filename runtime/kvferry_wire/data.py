@@ -3,8 +3,10 @@
 Both sides send a 32-byte nonce at once; each answers with ``proof(kv key, its side, own nonce, peer's nonce)``. A peer
 that has not proved the key within ``Limits.challenge_s`` is closed. Then the reader sends ``ReadRequest`` frames
 (u32 little-endian length + msgpack) and gets a ``ReadReply`` frame each, followed by ``nbytes`` raw bytes: the blocks
-in the lease's own order, each as it lies in memory (see ``layout``). After its last byte it may send its ``Release``
-here as well, which saves a round trip over the control port; a repeat of it may go either way.
+in the lease's own order, each as it lies in memory (see ``layout``). Behind its last request it may send its
+``Release`` here as well, which saves a round trip: requests of one connection are taken one after another, each when
+the bytes for those before have been copied. So all of a pull goes over one connection; a repeat of the release goes
+over the control port, when all bytes have arrived.
 """
 
 from typing import Literal

@@ -2,7 +2,7 @@
 
 The first line of standard input is its ``Orders``; the end of standard input is the order to let the answers under way
 come to their end and go. A ``Record`` is printed for each request. After a router that did not answer a client asks
-another one.
+another one for a while, then its own again: each has its share of the load, or its memory would tell of that.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from tests.chaos.asked import Orders, Record
 from tests.processes.asking import SPEC, Answer, Ask, UnclearError, judge, judge_end, make_ask, read_stream, read_whole
 
 SLACK_S = 20.0  # over the service's deadline, for a machine that is busy and a router that is paused
+AWAY_S = 10.0  # from a router that did not answer
 PAUSE_S = 1.0  # after a request that was not answered, as Retry-After says
 _NOTE = re.compile(r"^: kvferry (resumed|recomputed): (.*)$", re.MULTILINE)
 
@@ -31,8 +32,8 @@ class Client:
         self._number, self._orders, self._session, self._stop = number, orders, session, stop
         self._spec = SPEC if orders.prompts else parse_toy_name(orders.source)
         self._source = random.Random(f"{orders.seed}/{number}")
-        names = sorted(orders.routers)
-        self._router = names[number % len(names)]
+        self._routers = sorted(orders.routers)
+        self._turn, self._back_at = number, 0.0
 
     async def run(self) -> None:
         """Until told to stop; the last answer is read to its end."""
@@ -42,8 +43,7 @@ class Client:
             record = await self._once(number)
             print(msgspec.json.encode(record).decode(), flush=True)
             if record.silent or (record.status != 200 and not record.wrong):
-                names = sorted(self._orders.routers)
-                self._router = names[(names.index(self._router) + 1) % len(names)]
+                self._turn, self._back_at = self._turn + 1, record.ended + AWAY_S
             if not record.whole:
                 await asyncio.sleep(PAUSE_S)
 
@@ -51,10 +51,13 @@ class Client:
         ask = self._draw(f"{self._number}/{number}")
         reading = Reading(ask)
         begun = asyncio.get_running_loop().time()
+        if begun >= self._back_at:
+            self._turn = self._number
+        router = self._routers[self._turn % len(self._routers)]
         silent = ""
         try:
             async with asyncio.timeout(self._orders.deadline_s + SLACK_S):
-                await reading.read(self._session, self._orders.routers[self._router])
+                await reading.read(self._session, self._orders.routers[router])
         except TimeoutError:
             silent = "hung"
         except aiohttp.ClientConnectionError:
@@ -62,7 +65,7 @@ class Client:
         record = Record(
             client=self._number,
             number=number,
-            router=self._router,
+            router=router,
             begun=begun,
             ended=asyncio.get_running_loop().time(),
             silent=silent,

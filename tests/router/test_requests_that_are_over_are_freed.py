@@ -40,6 +40,12 @@ async def ask(router: Router, *, stream: bool, pieces: int | None = None) -> Non
                 return
 
 
+async def all_freed() -> bool:
+    """Whether no request is left."""
+    await asyncio.sleep(0.05)
+    return not any(type(each) is RequestRun for each in gc.get_objects())
+
+
 WAYS: dict[str, tuple[dict[str, Script], bool, int | None]] = {
     "whole": ({}, False, None),
     "stream": ({}, True, None),
@@ -78,9 +84,15 @@ async def test_no_request_waits_for_a_collection(tmp_path: Path, way: str) -> No
                 for pod in (p,) if kind == "prefill" else (d, e):
                     pod.scripts[kind] = deque([script])
             await ask(router, stream=stream, pieces=pieces)
+        await until(all_freed, 3.0)
 
-        async def freed() -> bool:
-            await asyncio.sleep(0.05)
-            return not any(type(each) is RequestRun for each in gc.get_objects())
 
-        await until(freed, 3.0)
+@pytest.mark.usefixtures("no_collector")
+async def test_nor_does_one_that_found_no_pod(tmp_path: Path) -> None:
+    """Which is what an overloaded service answers most."""
+    p, d = ScriptedPod("p1", "prefill"), ScriptedPod("d1", "decode")
+    async with running(tmp_path, p, d) as router:
+        router.write_pods(p)
+        await router.wait_ready(False)
+        await ask(router, stream=True)
+        await until(all_freed, 3.0)

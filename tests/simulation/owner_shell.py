@@ -147,7 +147,7 @@ class OwnerShell:
         requests.waiting.append(message)
         self._take_next(stream, requests)
 
-    def _take_next(self, stream: Stream, requests: "_Requests") -> None:
+    def _take_next(self, stream: Stream, requests: _Requests) -> None:
         while requests.waiting and not requests.blocks_left:
             self._take(stream, requests.waiting.popleft())
 

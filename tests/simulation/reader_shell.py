@@ -125,6 +125,8 @@ class ReaderShell:
         self._timer.set(min(wakes, default=None))
 
     def on_reply(self, reply: ControlReply) -> None:
+        for ahead, event in self._reads.poll(self._process.now):  # it may answer what came after a release
+            self._feed(ahead, event)
         asked = self._peers.asked(reply.id)
         if asked is not None:
             verdict = judge_reply(reply.body, self._own, asked.incarnation)

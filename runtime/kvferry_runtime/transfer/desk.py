@@ -82,7 +82,7 @@ class LeaseDesk:
         return Answers(answers=answers)
 
     def release(self, reader: bytes, message_id: int, ref: LeaseRef) -> LeaseAnswer:
-        """A `Release` that came behind the last byte on the data plane. See `LeaseTable.release`."""
+        """A `Release` that came behind the last read of the data plane. See `LeaseTable.release`."""
         return self.serve(reader, message_id, Release(lease=ref)).answers[0]
 
     def lookup(self, ref: LeaseRef) -> Lookup:

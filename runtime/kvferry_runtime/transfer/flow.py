@@ -10,6 +10,7 @@ that was given blocks finishes exactly once, and not before the back end writes 
 """
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 
 from kvferry_runtime.transfer.flow_messages import (
@@ -110,8 +111,8 @@ TRANSITIONS: Mapping[tuple[FlowState, FlowStep], FlowState] = {
 
 ENDS = frozenset({FlowState.DONE, FlowState.FAILED, FlowState.CANCELLED})
 WITHOUT_BLOCKS = frozenset({FlowState.HOLDING, FlowState.LOST})
-RENEWING = frozenset({FlowState.HOLDING, FlowState.CONNECTING, FlowState.QUEUED, FlowState.READING})
 MOVING = frozenset({FlowState.READING, FlowState.RELEASING})
+RENEWING = MOVING | {FlowState.HOLDING, FlowState.CONNECTING, FlowState.QUEUED}
 STOPPING = frozenset({FlowState.FAILING, FlowState.CANCELLING})
 
 _ANSWER_REASON: Mapping[LeaseAnswer, RecomputeReason] = {
@@ -210,6 +211,7 @@ class TransferFlow:
                 return []
             case ReleaseSent():
                 self.state = advance(self.state, FlowStep.RELEASE_SENT)
+                self._live_until = math.inf  # it ends with the release, at a time that the owner knows alone
                 return []
             case ReadDone(answer):
                 return self._read_done(answer, now)
@@ -227,7 +229,7 @@ class TransferFlow:
         wake = min(self._deadline, self._step_deadline)
         if self.state in RENEWING:
             return min(wake, self._renew_at, self._live_until)
-        return min(wake, self._release_at) if self.state is FlowState.VALIDATING else wake
+        return min(wake, self._release_at)
 
     @property
     def ended(self) -> bool:
@@ -265,11 +267,15 @@ class TransferFlow:
                 return [self._finished(now)]
             return self._fail(_ANSWER_REASON[answer], now)
         if self.state in RENEWING and message_id == self._renew_id:
+            if answer != "held" and self.state is FlowState.RELEASING:
+                self._renew_id, self._renew_at = None, math.inf  # released or expired: that answer will tell
+                return []
             if answer != "held":
                 return self._fail(_ANSWER_REASON[answer], now)
             self._renew_id = None
             # The owner extended it when it heard us, which was not before we first spoke.
-            self._live_until = self._renew_first_sent + self._lease_s
+            if self.state is not FlowState.RELEASING:
+                self._live_until = self._renew_first_sent + self._lease_s
             self._renew_at = max(self._renew_first_sent + self._renew_s, now)
         return []
 
@@ -325,15 +331,13 @@ class TransferFlow:
                 self._release_at = now + self._resend_s
                 return [SendRelease(self._release_id)]
             return []
-        if self.state not in RENEWING | MOVING:
+        if self.state not in RENEWING:
             return []
         if now >= self._deadline:
             return self._fail(RecomputeReason.DEADLINE, now)
         if now >= self._step_deadline:
             connecting = self.state is FlowState.CONNECTING
             return self._fail(RecomputeReason.PEER_DEAD if connecting else RecomputeReason.DEADLINE, now)
-        if self.state not in RENEWING:
-            return []
         if now >= self._live_until:
             return self._fail(RecomputeReason.PEER_DEAD, now)
         return [self._renew(now)] if now >= self._renew_at else []

@@ -232,7 +232,7 @@ class LeaseTable:
         return "held"
 
     def release(self, ref: LeaseRef, reader: bytes, message_id: int, now: float) -> LeaseAnswer:
-        """The reader has read all. ``held``: the lease was live until this message, and ends with it.
+        """All has been copied to the reader. ``held``: the lease was live until this message, and ends with it.
 
         A repeat by the same reader incarnation with the same message id and lease gets the first answer again.
         """

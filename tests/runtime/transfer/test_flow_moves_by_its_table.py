@@ -149,22 +149,41 @@ def test_a_release_behind_the_last_request_saves_a_round_trip(state: FlowState) 
     assert make_flow_in(_S.CANCELLING).handle(ReadDone("held"), 0.2) == [Finished(RecomputeReason.CANCELLED, 0.2, 100)]
 
 
-def test_after_that_release_only_its_answer_and_the_deadlines_decide() -> None:
-    """The owner may know the lease no more, though bytes are on their way: no renewal is sent, and none believed."""
-    flow = make_flow_in(_S.RELEASING)
-    assert flow.handle(Answered(1, "unknown"), 0.1) == []
-    limits = Limits()
-    assert flow.next_wake() == limits.transfer_floor_s
-    nbytes = int(limits.transfer_min_bytes_per_s * 60)
-    slow = make_flow(lease_s=15.0, deadline=600.0)
-    slow.begin(0.0)
+def releasing_flow(nbytes: int) -> TransferFlow:
+    """All but the last byte is there, and the owner has been asked to end the lease behind it."""
+    flow = make_flow(lease_s=15.0, deadline=600.0)
+    flow.begin(0.0)
     for event in (Welcomed(), BlocksGiven(nbytes), ReadStarted(), ReleaseSent(), BytesArrived(nbytes - 1)):
-        slow.handle(event, 0.0)
-    assert slow.handle(Tick(), 50.0) == []  # long after the lease's time without a renewal
+        flow.handle(event, 0.0)
+    return flow
+
+
+def test_after_that_release_only_its_answer_and_the_deadlines_decide() -> None:
+    """The owner may know the lease no more, though bytes are on their way: a renewal that it refuses was the last."""
+    limits = Limits()
+    nbytes = int(limits.transfer_min_bytes_per_s * 60)
+    slow = releasing_flow(nbytes)
+    assert slow.handle(Answered(1, "unknown"), 0.1) == []
+    assert slow.handle(Tick(), 50.0) == []  # long after the lease's time
     assert slow.handle(ReadDone("held"), 50.0) == [Finished(None, 50.0, nbytes)]
-    assert flow.handle(Tick(), limits.transfer_floor_s) == [SendFailed(3, "deadline"), StopRead()]
+    stuck = make_flow_in(_S.RELEASING)
+    assert stuck.handle(Answered(1, "unknown"), 0.1) == []
+    assert stuck.next_wake() == limits.transfer_floor_s
+    assert stuck.handle(Tick(), limits.transfer_floor_s) == [SendFailed(3, "deadline"), StopRead()]
     before = make_flow_in(_S.READING)
     assert before.handle(Answered(1, "unknown"), 0.1) == [StopRead()]
+
+
+def test_a_lease_whose_bytes_may_not_be_copied_yet_is_renewed() -> None:
+    """The release waits at the owner behind them, and an expiry there would void all."""
+    limits = Limits()
+    flow = releasing_flow(int(limits.transfer_min_bytes_per_s * 60))
+    assert flow.handle(Answered(1, "held"), 0.1) == []
+    renewal = 15.0 * limits.renew_fraction
+    assert flow.next_wake() == renewal
+    assert flow.handle(Tick(), renewal) == [SendRenew(3)]
+    assert flow.handle(Answered(3, "held"), renewal) == []
+    assert flow.next_wake() == 2 * renewal
 
 
 def test_a_drop_while_reading_waits_for_the_last_write() -> None:

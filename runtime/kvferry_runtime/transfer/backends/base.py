@@ -70,8 +70,8 @@ class ReadJob:
 class BackendContext:
     """What a back end is given. `lookup` and `wake` may be called from any thread.
 
-    `lookup`: the blocks of a lease now, if it is live. `release`: a reader has read all of it (reader, message id,
-    lease). `wake`: a read has progressed or ended.
+    `lookup`: the blocks of a lease now, if it is live. `release`: all of it has been copied to a reader (reader,
+    message id, lease). `wake`: a read has progressed or ended.
     """
 
     kv_key: bytes

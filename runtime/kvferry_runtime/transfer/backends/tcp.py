@@ -236,18 +236,10 @@ class TcpBackend:
                 self._context.wake()
 
     def _fill(self, read: TcpRead) -> None:
-        link, reused = self._open(read)
+        # Over one connection, whatever happens to it: the owner's order of read and release holds for one alone.
+        link = self._open(read)
         try:
-            try:
-                self._transfer(read, link)
-            except LinkError:
-                # A kept connection may have been cut while idle: that says nothing of the peer.
-                if not reused or read.nbytes or read.stopped:
-                    raise
-                self._attach(read, None)
-                link.close()
-                link = self._connect(read)
-                self._transfer(read, link)
+            self._transfer(read, link)
             read.answer = self._release_answer(link)
         except BaseException:
             self._attach(read, None)
@@ -325,12 +317,16 @@ class TcpBackend:
 
     # ---- connections ---------------------------------------------------------------------------------------------
 
-    def _open(self, read: TcpRead) -> tuple[Link, bool]:
-        """A kept connection (true), or a new one."""
-        with self._lock:
-            if read.peer.idle:
-                return read.peer.idle.pop(), True
-        return self._connect(read), False
+    def _open(self, read: TcpRead) -> Link:
+        """A kept connection that was not cut while nobody used it, or a new one."""
+        while True:
+            with self._lock:
+                link = read.peer.idle.pop() if read.peer.idle else None
+            if link is None:
+                return self._connect(read)
+            if link.is_quiet():
+                return link
+            link.close()
 
     def _connect(self, read: TcpRead) -> Link:
         try:

@@ -49,6 +49,16 @@ class Link:
         if not mac_equal(bytes(answer), proof(kv_key, "owner", bytes(theirs), nonce)):
             raise LinkError("the peer does not hold the kv key")
 
+    def is_quiet(self) -> bool:
+        """Whether the peer has neither closed it nor sent what nobody has asked for."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass  # it was reset
+        return False
+
     def send_message(self, body: bytes, payload: Sequence[memoryview] = ()) -> None:
         """Send a length-prefixed message and the bytes after it."""
         self.send([memoryview(HEAD.pack(len(body)) + body), *payload])
@@ -117,6 +127,11 @@ class Link:
                     arrived(count)
             if deadline is not None and queue.left and time.monotonic() >= deadline:
                 raise LinkError("not in time")
+
+    def end_reading(self) -> None:
+        """From any thread: the owning thread receives what is here already, then the end; it may still send."""
+        with contextlib.suppress(OSError):  # not connected any more
+            self._sock.shutdown(socket.SHUT_RD)
 
     def abort(self) -> None:
         """From any thread: what the owning thread waits for ends at once, and so does every later call."""

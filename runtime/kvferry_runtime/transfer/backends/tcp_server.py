@@ -1,8 +1,9 @@
 """The owner's half of the tcp back end: proves its peers, then serves reads that each name their lease.
 
 One thread accepts and runs the challenges without blocking; each proved connection then has a thread of its own, which
-asks the lease table before every answer. What is sent after a lease ended is void by the protocol: the reader believes
-bytes only if its `Release`, which may come here behind the last byte, is answered ``held``.
+asks the lease table before every answer, and takes no request before the bytes for the last one have been copied. What
+is sent after a lease ended is void by the protocol: the reader believes bytes only if its `Release`, which may come
+here behind its last request, is answered ``held``.
 """
 
 import logging
@@ -38,6 +39,7 @@ from kvferry_wire.limits import Limits
 _log = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE_S = 0.02
+_FINISH_S = 0.5  # for readers that have been promised bytes already
 
 
 @dataclass(slots=True)
@@ -112,15 +114,21 @@ class DataServer:
         return self._dropped
 
     def close(self, timeout: float) -> None:
-        """Accept no more, cut every connection, wait for the threads."""
+        """Accept no more, let answers under way come to their end for a moment, cut what is left, end the threads."""
         deadline = time.monotonic() + timeout
         with self._lock:
             self._closing = True
             threads = list(self._links.values())
             for link in self._links:  # under the lock: a thread closes its link only after it left the table
-                link.abort()
+                link.end_reading()
         self._wake_sender.send(b"x")
         self._acceptor.join(timeout)
+        finished = min(deadline, time.monotonic() + _FINISH_S)
+        for thread in threads:
+            thread.join(max(0.0, finished - time.monotonic()))
+        with self._lock:
+            for link in self._links:
+                link.abort()
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._wake_sender.close()
