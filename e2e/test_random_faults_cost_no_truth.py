@@ -130,7 +130,7 @@ def test_faults_drawn_by_chance(service: Service, nodes: Nodes) -> None:
     told = "\n".join(done)
     broken = [answer for answer in clients.answers if not answer.whole]
     service.check([answer for answer in clients.answers if answer.whole], expected)
-    silent = [answer.told() for answer in broken if not answer.error or answer.cut or answer.done]
+    silent = [answer.told() for answer in broken if not answer.error or answer.done]  # an error may end in a cut
     assert not silent, f"{told}\n{silent}"
     untrue = [answer.told() for answer in broken if not expected[answer.prompt].startswith(answer.text)]
     assert not untrue, f"{told}\n{untrue}"

@@ -115,8 +115,8 @@ class EngineClient:
         return ""
 
     def not_live(self) -> str:
-        """Why this pod should be restarted; empty while it is starting, working or idle."""
-        if self._silence_s > self._limits.engine_wedged_s:
+        """Why this pod should be restarted; empty while its engine is starting, first or again, working or idle."""
+        if self.state is EngineState.RUNNING and self._silence_s > self._limits.engine_wedged_s:
             return f"the engine has done nothing for {self._silence_s:.0f} s"
         return ""
 

@@ -5,7 +5,6 @@ another process), 2 when it cannot run as configured.
 """
 
 import argparse
-import os
 import shutil
 import signal
 import sys
@@ -24,8 +23,7 @@ from kvferry_runtime.engine.turns import EngineLoop
 from kvferry_runtime.model.errors import ModelError
 from kvferry_runtime.transfer.config import TransferConfig, TransferError
 from kvferry_runtime.transfer.service import TransferService
-from kvferry_service import logs
-from kvferry_service.exits import port_taken
+from kvferry_service import exits, logs
 from kvferry_service.key_files import secret_strings
 from kvferry_service.parent import die_with_parent
 from kvferry_wire.hashing import CompatFields
@@ -96,7 +94,7 @@ class EngineProcess:
         except Exception as error:  # noqa: BLE001 - whatever it is, the server must hear why there is no engine
             _log.error("the engine cannot start: %s", error, exc_info=not _is_config_error(error))
             message = str(error) if _is_config_error(error) else repr(error)
-            self._link.send(NotStarted(message=message, port_taken=port_taken(error)))
+            self._link.send(NotStarted(message=message, port_taken=exits.port_taken(error)))
             self._close()
             return 2
         status = 0
@@ -184,8 +182,4 @@ def _is_config_error(error: Exception) -> bool:
 
 
 if __name__ == "__main__":
-    exit_status = main()
-    # Threads of libraries (compute pools) may linger: everything of ours is closed by now.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_status)
+    exits.leave(main())

@@ -1,6 +1,8 @@
 """An engine that is stuck in a step is told, killed and replaced; one that has nothing to do never is, however long."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -74,6 +76,26 @@ async def test_a_step_that_never_ends_is_the_engines_end() -> None:
         await until(lambda: client.info is not None and client.info.incarnation != first.incarnation, START_S)
         assert client.not_ready() == client.not_live() == ""
         assert client.starts == 2
+
+
+async def test_a_pod_whose_engine_starts_again_is_live_however_long_that_takes() -> None:
+    """Loading says nothing: whoever restarted the pod for that would only make it load once more."""
+    async with running("toy") as client:
+        former = client.pid
+        assert former is not None
+        os.kill(former, signal.SIGKILL)
+        await until(lambda: client.pid not in (None, former), 10.0)
+        starting = client.pid
+        assert starting is not None
+        os.kill(starting, signal.SIGSTOP)  # it loads
+        try:
+            await asyncio.sleep(LIMITS.engine_kill_s + 1.0)
+            assert client.not_live() == ""
+            assert client.not_ready() != ""
+        finally:
+            os.kill(starting, signal.SIGCONT)
+        await until(lambda: client.not_ready() == "", START_S)
+        assert (client.pid, client.starts) == (starting, 2)
 
 
 async def test_an_idle_engine_is_never_replaced() -> None:
