@@ -10,7 +10,7 @@ Two processes: this one pulls, a child owns the blocks. Ratios are medians of in
 - hand-off in the engine: a pull of one 4 KiB block (hold, renew, read, release), less the time of as many bytes on the
   bare socket: its fixed cost; beside it CPU time and waits of both processes, which other load changes little;
 - hand-off end to end: two pods with the toy model, from prefill's answer at the client to decode's first own token,
-  less one decode step and the wire; both hand-offs also with cores that are kept awake;
+  less one decode step and the wire;
 - tokens: blocks of SmolLM2-135M (16 tokens, 737,280 bytes), beside a `memcpy` of as many bytes.
 """
 
@@ -33,7 +33,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import aiohttp
-from cores import kept_awake
 from handoff import frames, hand_off, make_leg, pod
 
 from kvferry_runtime.core.messages import GrantLease, HoldLease, LegKey, Posted, PullFinished, StartPull
@@ -381,10 +380,6 @@ def main() -> None:
         measure_checksums(puller, rounds)
         measure_hand_off(puller, bare, rounds)
         measure_end_to_end(bare, rounds)
-        with kept_awake():
-            print("\n---- both hand-offs again, with cores that do not sleep when they wait ----")
-            measure_hand_off(puller, bare, rounds)
-            measure_end_to_end(bare, rounds)
         measure_tokens(puller, bare, rounds)
     finally:
         ours.send(None)
