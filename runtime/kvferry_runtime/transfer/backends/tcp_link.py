@@ -129,7 +129,7 @@ class Link:
                 raise LinkError("not in time")
 
     def end_reading(self) -> None:
-        """From any thread: the owning thread receives what is here already, then the end; it may still send."""
+        """From any thread: the owning thread receives the end as soon as nothing else is here; it may still send."""
         with contextlib.suppress(OSError):  # not connected any more
             self._sock.shutdown(socket.SHUT_RD)
 
