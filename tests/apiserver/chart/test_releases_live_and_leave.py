@@ -21,6 +21,8 @@ from tests.support.helm import CHART, ROOT, Helm, HelmError
 from tests.support.kube_client import Object, Refused
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.timeout(300)
+
 RELEASE, HOME = "kvferry", "kvferry-system"
 CRD = "inferenceservices.serving.kvferry.dev"
 CRDS = (CRD, "inferenceserviceroles.serving.kvferry.dev")
@@ -72,7 +74,7 @@ class Cluster:
             if self.server.client.find(wanted) is not None:
                 self.server.client.delete(wanted)
         gone = f"/apis/{API_VERSION}"
-        wait_for(lambda: self.server.client.request("GET", gone)[0] == 404, "the CRDs to be gone", 90)
+        wait_for(lambda: self.server.client.request("GET", gone)[0] == 404, "the CRDs to be gone", 180)
 
 
 @pytest.fixture(params=["helm3", "helm4"])

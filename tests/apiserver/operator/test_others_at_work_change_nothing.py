@@ -92,8 +92,12 @@ def test_numbers_in_the_status_follow_whoever_scales_without_a_pause(make_servic
         return bool(roles["decode"]["replicas"] == 2)
 
     wait_for(lambda: service.settled() and agrees(), "status and Deployments to agree", 30.0)
-    role = service.server.client.get(service.ref("InferenceServiceRole", f"{service.name}-decode"))
-    assert role["status"]["replicas"] == role["status"]["readyReplicas"] == 2
+
+    def role_agrees() -> bool:
+        role = service.server.client.get(service.ref("InferenceServiceRole", f"{service.name}-decode"))
+        return bool(role["status"]["replicas"] == role["status"]["readyReplicas"] == 2)
+
+    wait_for(role_agrees, "the role's numbers, which are written after the service's", 10.0)
 
 
 def test_what_an_operator_of_kopfs_left_on_a_service_is_let_be(
