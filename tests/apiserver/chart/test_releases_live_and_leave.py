@@ -5,6 +5,7 @@ No controller runs here, so that nothing waits for pods: what is judged are the 
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tests.support.kube_client import Object, Refused
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
+
+NUDGE_S = 10.0
 
 RELEASE, HOME = "kvferry", "kvferry-system"
 CRD = "inferenceservices.serving.kvferry.dev"
@@ -68,13 +71,29 @@ class Cluster:
         """Take away everything that a test may have left."""
         for release in releases:
             self.uninstall(release, "--ignore-not-found")
-        for name in CRDS:
-            wanted = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
-            wanted["metadata"] = {"name": name}  # type: ignore[assignment]
-            if self.server.client.find(wanted) is not None:
-                self.server.client.delete(wanted)
-        gone = f"/apis/{API_VERSION}"
-        wait_for(lambda: self.server.client.request("GET", gone)[0] == 404, "the CRDs to be gone", 180)
+        client = self.server.client
+        crds: list[Object] = [
+            {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": {"name": name}}
+            for name in CRDS
+        ]
+        for crd in crds:
+            if client.find(crd) is not None:
+                client.delete(crd)
+        nudged_at = time.monotonic()
+
+        def are_gone() -> bool:
+            """A server that failed to take one away tries again after ever longer pauses, and at once on a change."""
+            nonlocal nudged_at
+            if client.request("GET", f"/apis/{API_VERSION}")[0] == 404:
+                return True
+            if time.monotonic() - nudged_at > NUDGE_S:
+                nudged_at = time.monotonic()
+                for crd in crds:
+                    if client.find(crd) is not None:
+                        client.patch(crd, {"metadata": {"annotations": {"tests/nudged": str(nudged_at)}}})
+            return False
+
+        wait_for(are_gone, "the CRDs to be gone", 180)
 
 
 @pytest.fixture(params=["helm3", "helm4"])
