@@ -1,4 +1,4 @@
-"""Exit statuses of our processes, which whoever started them acts on."""
+"""How our processes end: their exit statuses, which whoever started them acts on, and the way out."""
 
 import errno
 import os

@@ -274,8 +274,7 @@ class TransferFlow:
                 return self._fail(_ANSWER_REASON[answer], now)
             self._renew_id = None
             # The owner extended it when it heard us, which was not before we first spoke.
-            if self.state is not FlowState.RELEASING:
-                self._live_until = self._renew_first_sent + self._lease_s
+            self._live_until = max(self._live_until, self._renew_first_sent + self._lease_s)
             self._renew_at = max(self._renew_first_sent + self._renew_s, now)
         return []
 

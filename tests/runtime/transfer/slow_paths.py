@@ -6,7 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
+from kvferry_runtime.transfer.backends.tcp import TcpDescriptor
 from kvferry_runtime.transfer.memory import ToyBlockMemory
+from kvferry_wire.data import encode
+from kvferry_wire.handle import KVHandle
+from tests.runtime.transfer.builders import KV_KEY
 
 
 class WaitingMemory(ToyBlockMemory):
@@ -115,3 +121,8 @@ class Proxy:
         with contextlib.suppress(OSError):  # not connected any more
             sock.shutdown(socket.SHUT_RDWR)
         sock.close()
+
+
+def through(proxy: Proxy, handle: KVHandle) -> KVHandle:
+    """The same handle, with the proxy's port as the data port."""
+    return msgspec.structs.replace(handle, backends={"tcp": encode(TcpDescriptor(proxy.port))}).signed(KV_KEY)

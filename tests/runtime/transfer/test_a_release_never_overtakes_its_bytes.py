@@ -4,23 +4,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 
 from kvferry_runtime.core.messages import HoldLease, LeaseEnded, LegKey, PullFinished, StartPull
 from kvferry_runtime.transfer import control_reader
 from kvferry_runtime.transfer.backends.base import BackendContext, ReadJob, ReadState, ReadStatus
-from kvferry_runtime.transfer.backends.tcp import TcpBackend, TcpDescriptor
+from kvferry_runtime.transfer.backends.tcp import TcpBackend
 from kvferry_runtime.transfer.handshake import PeerKey
 from kvferry_runtime.transfer.peer_sockets import PeerSockets
 from kvferry_runtime.transfer.reasons import RecomputeReason
 from kvferry_wire.control import Answers, ControlReply, Renew, decode_request
 from kvferry_wire.control import encode as encode_control
-from kvferry_wire.data import encode
-from kvferry_wire.handle import KVHandle
 from tests.runtime.transfer import builders
-from tests.runtime.transfer.builders import KV_KEY, make_engine, make_limits, running, wait_until
-from tests.runtime.transfer.slow_paths import Proxy, WaitingMemory
+from tests.runtime.transfer.builders import make_engine, make_limits, running, wait_until
+from tests.runtime.transfer.slow_paths import Proxy, WaitingMemory, through
 
 REMOTE, LOCAL = tuple(range(1, 6)), tuple(range(10, 15))
 PROMPT = tuple(range(80))
@@ -35,10 +32,6 @@ def waiting_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_the_data_plane(wait: Callable[[], None]) -> Callable[[], None]:
     """For the owner's threads that serve reads, not for the test's."""
     return lambda: wait() if threading.current_thread().name == "kv-data-serve" else None
-
-
-def through(proxy: Proxy, handle: KVHandle) -> KVHandle:
-    return msgspec.structs.replace(handle, backends={"tcp": encode(TcpDescriptor(proxy.port))}).signed(KV_KEY)
 
 
 class Gates:

@@ -4,17 +4,14 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
 import pytest
 
 from kvferry_runtime.core.messages import DropLease, LeaseEnded, PullFinished
-from kvferry_runtime.transfer.backends.tcp import TcpDescriptor
-from kvferry_wire.data import encode
 from kvferry_wire.handle import KVHandle
 from tests.runtime.transfer import builders
-from tests.runtime.transfer.builders import FULL, KV_KEY, Engine, make_engine, make_limits, running, wait_until
+from tests.runtime.transfer.builders import FULL, Engine, make_engine, make_limits, running, wait_until
 from tests.runtime.transfer.owner_process import BIG, BLOCKS, owner_process, pattern
-from tests.runtime.transfer.slow_paths import Proxy, WaitingMemory
+from tests.runtime.transfer.slow_paths import Proxy, WaitingMemory, through
 
 REMOTE = tuple(range(1, 41))
 LOCAL = tuple(range(50, 10, -1))
@@ -108,11 +105,6 @@ def test_an_owner_that_hangs_in_mid_read_costs_the_floor(slow_pair: tuple[Engine
         go_on.set()
         assert owner.next_post(1.0) == LeaseEnded(lease_id=1, why="failed")
         assert reader.pull(owner.grant((REMOTE,), PROMPT), (REMOTE,)).reason == ""
-
-
-def through(proxy: Proxy, handle: KVHandle) -> KVHandle:
-    """The same handle, with the proxy's port as the data port."""
-    return msgspec.structs.replace(handle, backends={"tcp": encode(TcpDescriptor(proxy.port))}).signed(KV_KEY)
 
 
 def test_a_cut_network_is_used_again_after_its_repair() -> None:

@@ -2,20 +2,17 @@
 
 import random
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry_runtime.core.messages import LeaseEnded
-from kvferry_runtime.transfer.backends.tcp import TcpDescriptor
 from kvferry_runtime.transfer.backends.tcp_link import HEAD
 from kvferry_runtime.transfer.checksums import METHOD, SUM_BYTES, block_sums, first_damaged
 from kvferry_runtime.transfer.memory import ToyBlockMemory
 from kvferry_wire.data import NONCE_BYTES, PROOF_BYTES, ReadReply, encode
-from kvferry_wire.handle import KVHandle
-from tests.runtime.transfer.builders import FULL, KV_KEY, SLIDING, Engine, make_engine, make_submit, running
-from tests.runtime.transfer.slow_paths import Proxy
+from tests.runtime.transfer.builders import FULL, SLIDING, Engine, make_engine, make_submit, running
+from tests.runtime.transfer.slow_paths import Proxy, through
 
 PROMPT = tuple(range(40 * 16))
 REMOTE = tuple(range(1, 41))
@@ -23,11 +20,6 @@ LOCAL = tuple(range(50, 10, -1))
 BLOCK_BYTES = FULL.block_bytes(16)
 # Toward the reader, before the blocks: nonce, proof, and the answer to the one read.
 BEFORE_BLOCKS = NONCE_BYTES + PROOF_BYTES + HEAD.size + len(encode(ReadReply("ok", 40 * BLOCK_BYTES)))
-
-
-def through(proxy: Proxy, handle: KVHandle) -> KVHandle:
-    """The same handle, with the proxy's port as the data port."""
-    return msgspec.structs.replace(handle, backends={"tcp": encode(TcpDescriptor(proxy.port))}).signed(KV_KEY)
 
 
 @pytest.mark.parametrize("at", [0, 1, 20 * BLOCK_BYTES + 77, 40 * BLOCK_BYTES - 1], ids=str)
