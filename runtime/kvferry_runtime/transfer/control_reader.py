@@ -1,15 +1,20 @@
-"""The reader's side: one thread that drives all pulls of an engine, so that no long step delays a renewal.
+"""The reader's side: drives all pulls of an engine, and renews their leases whatever the engine's own thread does.
 
-It owns the flows, the peers and their sockets, and all calls to the back ends. Others hand it commands and are told
-of each finished pull by `post`. What it decides is in `flow` and `handshake`.
+Whoever brings news takes them on: the engine with a command, a back end that has moved on, the reader's own thread with
+replies and time. One works at a time, under `_lock`; who finds it taken leaves its news and wakes the reader's thread.
+So a pull that meets nothing unusual goes from the engine to the back end and back without another thread in between.
+The control sockets are the reader's thread's alone: others leave their messages in `_outbox`. What is decided is in
+`flow` and `handshake`.
 """
 
 import itertools
 import logging
+import math
 import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -70,7 +75,8 @@ class ReaderControl:
     Args:
         backends: available ones, by name, in order of preference.
         block_bytes: of a block of each KV group.
-        post: thread-safe; hears of each pull once, after the last write into its blocks.
+        post: thread-safe; hears of each pull once, after the last write into its blocks. It is called under the lock,
+            perhaps by the very thread that gives a command: it must not wait.
     """
 
     def __init__(
@@ -95,14 +101,18 @@ class ReaderControl:
         self._reads = ReadSlots(backends, limits.transfers, reader=self._incarnation)
         self._peers = PeerBook(next_id=self._next_id, limits=limits)
         self._sockets = PeerSockets(context, kv_key, limits)
+        self._outbox: deque[tuple[PeerKey, bytes | None]] = deque()  # None: close the peer's socket
+        self._sleeps_until = math.inf  # when the reader's thread looks at the pulls next, of itself
+        self._due = math.inf  # when the first of those wants it that were moved since it last looked
+        self._peers_due = 0.0
+        self.counters = PullCounters()
+        self._lock = threading.Lock()  # guards all above but the sockets
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
         self._sockets.watch(self._wake_receiver.fileno())
         self._closing = threading.Event()
-        self._peers_due = 0.0
-        self.counters = PullCounters()
         self.failure = ""
         self._thread = threading.Thread(target=self._run, name="kv-control-reader", daemon=True)
 
@@ -113,33 +123,37 @@ class ReaderControl:
         self._thread.start()
 
     def command(self, command: Command) -> None:
-        """Hand over an effect of the engine's core."""
+        """Take over an effect of the engine's core."""
         self._commands.put(command)
-        self.wake()
+        self.attend()
 
-    def wake(self) -> None:
-        """Look at commands and reads now."""
-        try:
-            self._wake_sender.send(b"x")
-        except BlockingIOError:
-            pass  # as many wake-ups are pending as the pipe holds
-        except OSError:
-            pass  # closed: nothing is left to wake
+    def attend(self) -> None:
+        """Look at commands and reads now: here, unless a thread is at it already. Never waits, never raises."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not (self._closing.is_set() or self.failure or self._take_news()):
+                    return
+            except Exception as error:  # noqa: BLE001 - kept, as that of the reader's thread
+                self._fail(error)
+            finally:
+                self._lock.release()
+        self._wake()
 
     def close(self, timeout: float) -> bool:
         """Cancel all pulls; each is posted as finished before this returns. False if `timeout` passes."""
         self._closing.set()
-        self.wake()
+        self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         else:
             self._sockets.close()
         if self._thread.is_alive():
             return False
-        while not self._commands.empty():  # came after the last round
-            command = self._commands.get_nowait()
-            if isinstance(command, StartPull):
-                self._post(PullFinished(key=command.key, reason=RecomputeReason.CANCELLED.value))
+        with self._lock:  # a read's thread may have found the reader alive a moment ago
+            while not self._commands.empty():  # came after the last round
+                command = self._commands.get_nowait()
+                if isinstance(command, StartPull):
+                    self._post(PullFinished(key=command.key, reason=RecomputeReason.CANCELLED.value))
         self._wake_sender.close()
         self._wake_receiver.close()
         return True
@@ -158,37 +172,88 @@ class ReaderControl:
 
     def _run(self) -> None:
         try:
-            while not (self._closing.is_set() and not self._pulls):
-                self._sockets.poll(self._wait_s(time.monotonic()))
-                self._round()
-        except Exception as error:  # noqa: BLE001 - kept, and raised by `check_integrity`
-            self.failure = f"{type(error).__name__}: {error}"
-            _log.exception("the pull thread has died")
+            wait_s: float | None = 0.0
+            while wait_s is not None:
+                self._sockets.poll(wait_s)
+                wait_s = self._round()
+        except Exception as error:  # noqa: BLE001 - kept, and raised by `check_alive`
+            self._fail(error)
         finally:
             self._sockets.close()
 
-    def _round(self) -> None:
+    def _round(self) -> float | None:
+        """Seconds until the next one is due; ``None`` if there will be none."""
         self._drain_wakes()
         # In this order: an answer that is here may be of after a release, which a read's thread sent before it came.
+        heard_at = time.monotonic()
         replies = list(self._sockets.receive())
-        for pull, event in self._reads.poll(time.monotonic()):
-            self._feed(pull, event)
+        with self._lock:
+            if self.failure:
+                return None
+            try:
+                self._take_all(replies, heard_at)
+            except Exception as error:  # noqa: BLE001 - kept, and no other thread goes on with half of it
+                self._fail(error)
+                return None
+            now = time.monotonic()
+            wait_s = self._wait_s(now)
+            self._sleeps_until, self._due = now + wait_s, math.inf
+            leaving, self._outbox = self._outbox, deque()
+            over = self._closing.is_set() and not self._pulls
+        for peer, message in leaving:
+            if message is None:
+                self._sockets.forget(peer)
+            else:
+                self._sockets.send(peer, message)
+        return None if over else wait_s
+
+    def _take_all(self, replies: list[bytes], heard_at: float) -> None:
+        """What the reader's thread does. It judges by the time at which it had not heard `replies` yet."""
+        self._take_reads()
         for data in replies:
             self._on_reply(data)
-        while not self._commands.empty():
-            self._on_command(self._commands.get_nowait())
+        self._take_commands()
         if self._closing.is_set():
             for pull in tuple(self._pulls.values()):
                 self._feed(pull, Drop("closing"))
-        now = time.monotonic()
         for pull in tuple(self._pulls.values()):
-            if pull.flow.next_wake() <= now:
-                self._feed(pull, Tick())
-        while (started := self._reads.start_next(now)) is not None:
+            if pull.flow.next_wake() <= heard_at:
+                self._perform(pull, pull.flow.handle(Tick(), heard_at))
+        if heard_at >= self._peers_due:
+            self._peers_due = heard_at + _IDLE_S
+            self._tend_peers(heard_at)
+        self._start_reads()
+
+    def _take_news(self) -> bool:
+        """What any thread may do. Whether the reader's own has something to do sooner than it knows of."""
+        self._take_reads()
+        self._take_commands()
+        self._start_reads()
+        return bool(self._outbox) or min(self._due, self._reads.next_poll()) < self._sleeps_until
+
+    def _take_reads(self) -> None:
+        for pull, event in self._reads.poll(time.monotonic()):
+            self._feed(pull, event)
+
+    def _take_commands(self) -> None:
+        while not self._commands.empty():
+            self._on_command(self._commands.get_nowait())
+
+    def _start_reads(self) -> None:
+        while (started := self._reads.start_next(time.monotonic())) is not None:
             self._feed(*started)
-        if now >= self._peers_due:
-            self._peers_due = now + _IDLE_S
-            self._tend_peers(now)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = self.failure or f"{type(error).__name__}: {error}"
+        _log.error("the pulls cannot go on", exc_info=error)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_sender.send(b"x")
+        except BlockingIOError:
+            pass  # as many wake-ups are pending as the pipe holds
+        except OSError:
+            pass  # closed: nothing is left to wake
 
     def _wait_s(self, now: float) -> float:
         due = min((pull.flow.next_wake() for pull in self._pulls.values()), default=now + _IDLE_S)
@@ -281,6 +346,8 @@ class ReaderControl:
                     self._finish(pull, effect)
         if pull.flow.ended:
             self._remove(pull)
+        else:
+            self._due = min(self._due, pull.flow.next_wake())
 
     def _shake_hands(self, pull: Pull) -> None:
         answer = self._peers.ask(pull.peer, pull, time.monotonic())
@@ -293,7 +360,7 @@ class ReaderControl:
         if peer is _NOBODY:
             return
         request = ControlRequest(reader=self._incarnation, id=message_id, body=body)
-        self._sockets.send(peer, encode(request))
+        self._outbox.append((peer, encode(request)))
 
     def _finish(self, pull: Pull, finished: Finished) -> None:
         self._remove(pull)  # before it is told: whoever hears of it may count the pulls that are left
@@ -361,7 +428,7 @@ class ReaderControl:
             self._forget(key)
 
     def _forget(self, key: PeerKey) -> None:
-        self._sockets.forget(key)
+        self._outbox.append((key, None))
         self._reads.forget(key)
 
 

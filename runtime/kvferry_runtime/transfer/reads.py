@@ -1,6 +1,6 @@
 """The reads in flight of one engine: which pulls the back ends work on, which wait for a place, and how far each is.
 
-Used by the reader's thread alone. What happens to a read is returned as events for its flow.
+Used by one thread at a time. What happens to a read is returned as events for its flow.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 engine thread --grant, answered--> LeaseDesk <--lookups-- data plane threads
                                       ^--messages, expiry-- OwnerControl (thread)
-engine thread --hold, pull, drop--> ReaderControl (thread) --reads--> back ends (threads)
+engine thread --hold, pull, drop--> ReaderControl (a thread, and whoever brings news) --reads--> back ends (threads)
 all of them --post--> the engine's inbox
 """
 
@@ -48,7 +48,8 @@ class TransferService:
         config: see `TransferConfig`.
         keys: `kv` is needed.
         memory: the KV blocks; must outlive the service.
-        post: thread-safe; hears of leases that were taken up or have ended, and of finished pulls.
+        post: thread-safe; hears of leases that were taken up or have ended, and of finished pulls, on any thread, the
+            caller's too: it must not wait.
         make: builds back ends by name; a seam for tests.
 
     Raises:
@@ -289,7 +290,7 @@ class TransferService:
                 port=config.data_port,
                 lookup=self._desk.lookup,
                 release=self._desk.release,
-                wake=self._wake,
+                wake=self._read_moved,
             )
             try:
                 backend = self._make(name, context)
@@ -313,9 +314,9 @@ class TransferService:
         )
         return OwnSide(PROTOCOL_VERSION, self._config.compat_hash, body, self._config.compat)
 
-    def _wake(self) -> None:
+    def _read_moved(self) -> None:
         if self._reader is not None:
-            self._reader.wake()
+            self._reader.attend()
 
     def _own_side(self) -> OwnSide:
         if self._own is None:

@@ -1,7 +1,7 @@
 """What a transfer back end is: it moves bytes of leased blocks, and decides nothing.
 
 Handshake, leases, renewal, deadlines, retries, failure and metrics are written once, above. A back end pulls. Its calls
-are made by one thread, the reader's, and return at once; the bytes move elsewhere (threads, a NIC). Order of calls:
+are made by one thread at a time and return at once; the bytes move elsewhere (threads, a NIC). Order of calls:
 
     register, start                            once, before anything else
     describe                                   what handles and handshakes carry about it
@@ -71,7 +71,8 @@ class BackendContext:
     """What a back end is given. `lookup` and `wake` may be called from any thread.
 
     `lookup`: the blocks of a lease now, if it is live. `release`: all of it has been copied to a reader (reader,
-    message id, lease). `wake`: a read has progressed or ended.
+    message id, lease). `wake`: a read has progressed or ended; it may call the back end on this very thread, so no lock may
+    be held that a call takes.
     """
 
     kv_key: bytes

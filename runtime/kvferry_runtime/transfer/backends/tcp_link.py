@@ -1,7 +1,9 @@
 """One connection of the tcp back end: options, the mutual proof, whole messages, and scattered payload.
 
 Sockets are blocking with a short kernel time-out, so that filling many blocks is one system call and yet no call blocks
-for long. One thread owns a link and closes it; any other may `abort` it, which ends what the owner waits for at once.
+for long. A message is received together with whatever is here behind it, up to `READ_AHEAD` bytes: a short transfer is
+one system call for all its messages and blocks. One thread owns a link and closes it; any other may `abort` it, which
+ends what the owner waits for at once.
 """
 
 import contextlib
@@ -19,6 +21,7 @@ from kvferry_wire.limits import Limits
 HEAD = struct.Struct("<I")
 SLICE_S = 0.25  # a system call returns at least so often
 MAX_BUFFERS = 512  # of one system call; Linux takes 1024
+READ_AHEAD = 16 * 1024  # bytes; what is payload of them is copied once more
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -32,6 +35,7 @@ class Link:
     def __init__(self, sock: socket.socket, limits: Limits) -> None:
         self._sock = sock
         self._limits = limits
+        self._ahead = memoryview(b"")  # received, not taken yet
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The buffers' sizes are left to the kernel: a size set by hand is capped low and ends its auto-tuning.
@@ -51,6 +55,8 @@ class Link:
 
     def is_quiet(self) -> bool:
         """Whether the peer has neither closed it nor sent what nobody has asked for."""
+        if self._ahead:
+            return False
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -69,6 +75,8 @@ class Link:
 
     def wait_message(self, idle_s: float) -> None:
         """Return when a message has begun to arrive. Raises `LinkError` after `idle_s`."""
+        if self._ahead:
+            return
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         if not poller.poll(idle_s * 1000):
@@ -76,14 +84,10 @@ class Link:
 
     def receive_message(self, *, deadline: float | None = None) -> bytes:
         """Receive one length-prefixed message. `deadline` is on `time.monotonic`."""
-        head = bytearray(HEAD.size)
-        self.receive([memoryview(head)], deadline=deadline)
-        (length,) = HEAD.unpack(head)
+        (length,) = HEAD.unpack(self._take(HEAD.size, deadline))
         if not 0 < length <= self._limits.data_message_bytes:
             raise LinkError(f"a message of {length} bytes; 1..{self._limits.data_message_bytes} are accepted")
-        body = bytearray(length)
-        self.receive([memoryview(body)], deadline=deadline)
-        return bytes(body)
+        return self._take(length, deadline)
 
     def send(self, buffers: Sequence[memoryview]) -> None:
         """Send all bytes of all buffers."""
@@ -109,24 +113,20 @@ class Link:
     ) -> None:
         """Fill all buffers. `arrived` hears the size of each piece; `deadline` is on `time.monotonic`."""
         queue = BufferQueue(buffers)
+        if self._ahead:
+            count = queue.fill(self._ahead)
+            self._ahead = self._ahead[count:]
+            if arrived is not None:
+                arrived(count)
         moved_at = time.monotonic()
         while queue.left:
-            try:
-                count, _, _, _ = self._sock.recvmsg_into(queue.head(), 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                self._check_stall(moved_at)
-                count = 0
-            except OSError as error:
-                raise LinkError(f"receive: {error}") from error
-            else:
-                if count == 0:
-                    raise LinkError("the peer closed the connection")
+            if count := self._receive_some(queue.head(), socket.MSG_WAITALL):
                 queue.advance(count)
                 moved_at = time.monotonic()
                 if arrived is not None:
                     arrived(count)
-            if deadline is not None and queue.left and time.monotonic() >= deadline:
-                raise LinkError("not in time")
+            if queue.left:
+                self._check_time(moved_at, deadline)
 
     def end_reading(self) -> None:
         """From any thread: the owning thread receives the end as soon as nothing else is here; it may still send."""
@@ -134,7 +134,7 @@ class Link:
             self._sock.shutdown(socket.SHUT_RD)
 
     def abort(self) -> None:
-        """From any thread: what the owning thread waits for ends at once, and so does every later call."""
+        """From any thread: what the owning thread waits for ends at once, and so does every later wait."""
         with contextlib.suppress(OSError):  # not connected any more
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -142,6 +142,37 @@ class Link:
         """By the owning thread: give the descriptor back."""
         self.abort()
         self._sock.close()
+
+    def _take(self, count: int, deadline: float | None) -> bytes:
+        """So many bytes, with what is here behind them left for the next call."""
+        moved_at = time.monotonic()
+        while len(self._ahead) < count:
+            room = bytearray(READ_AHEAD)
+            if received := self._receive_some([memoryview(room)]):
+                self._ahead = memoryview(bytes(self._ahead) + room[:received])
+                moved_at = time.monotonic()
+            if len(self._ahead) < count:
+                self._check_time(moved_at, deadline)
+        taken = bytes(self._ahead[:count])
+        self._ahead = self._ahead[count:]
+        return taken
+
+    def _receive_some(self, buffers: Sequence[memoryview], flags: int = 0) -> int:
+        """How many bytes came; 0 when none did in a slice of time."""
+        try:
+            count = self._sock.recvmsg_into(buffers, 0, flags)[0]
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise LinkError(f"receive: {error}") from error
+        if count == 0:
+            raise LinkError("the peer closed the connection")
+        return count
+
+    def _check_time(self, moved_at: float, deadline: float | None) -> None:
+        self._check_stall(moved_at)
+        if deadline is not None and time.monotonic() >= deadline:
+            raise LinkError("not in time")
 
     def _check_stall(self, moved_at: float) -> None:
         if time.monotonic() - moved_at >= self._limits.transfer_stall_s:
@@ -159,6 +190,17 @@ class BufferQueue:
     def head(self) -> list[memoryview]:
         """As many buffers as one call takes, from the first byte that is left."""
         return self._buffers[self._first : self._first + MAX_BUFFERS]
+
+    def fill(self, data: memoryview) -> int:
+        """Copy what there is room for. Returns how many bytes that were."""
+        copied = 0
+        while self.left and copied < data.nbytes:
+            target = self._buffers[self._first]
+            count = min(target.nbytes, data.nbytes - copied)
+            target[:count] = data[copied : copied + count]
+            self.advance(count)
+            copied += count
+        return copied
 
     def advance(self, nbytes: int) -> None:
         """So many bytes are done."""
