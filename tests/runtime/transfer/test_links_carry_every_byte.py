@@ -1,4 +1,4 @@
-"""A link's messages and payload arrive whole and in order, however the network cuts them and however much is read ahead."""
+"""A link's messages and payload arrive whole and in order, however the network cuts them and what is read ahead."""
 
 import random
 import socket
@@ -30,6 +30,7 @@ def buffers(sizes: list[int]) -> list[memoryview]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_cut_of_the_stream_gives_the_same_messages_and_blocks(seed: int) -> None:
+    """Bytes that come one by one, many at once or across all borders are the same messages and blocks."""
     rng = random.Random(seed)
     parts: list[tuple[bytes, list[int], bytes]] = []  # message, sizes of the blocks behind it, their bytes
     for _ in range(rng.randrange(1, 12)):
@@ -62,6 +63,7 @@ def test_any_cut_of_the_stream_gives_the_same_messages_and_blocks(seed: int) -> 
 
 
 def test_what_was_read_ahead_counts_as_here() -> None:
+    """Nobody waits for bytes that the link holds already, and a link that holds some is not quiet."""
     with pair() as (link, raw):
         raw.sendall(HEAD.pack(1) + b"a" + HEAD.pack(2) + b"bc" + HEAD.pack(2) + b"d")
         assert link.receive_message() == b"a"
@@ -77,6 +79,7 @@ def test_what_was_read_ahead_counts_as_here() -> None:
 
 
 def test_messages_that_were_here_before_the_end_are_answered() -> None:
+    """The end of the connection costs no message that came before it."""
     with pair() as (link, raw):
         raw.sendall(HEAD.pack(1) + b"a" + HEAD.pack(1) + b"b")
         raw.shutdown(socket.SHUT_WR)
@@ -87,6 +90,7 @@ def test_messages_that_were_here_before_the_end_are_answered() -> None:
 
 @pytest.mark.parametrize("length", [0, 2**32 - 1])
 def test_a_length_that_no_message_has_is_refused_at_once(length: int) -> None:
+    """Neither nothing nor four gigabytes is waited for."""
     with pair() as (link, raw):
         raw.sendall(HEAD.pack(length) + b"x" * 100)
         with pytest.raises(LinkError, match=f"a message of {length} bytes"):
@@ -94,6 +98,7 @@ def test_a_length_that_no_message_has_is_refused_at_once(length: int) -> None:
 
 
 def test_a_message_that_stops_half_way_ends_in_time() -> None:
+    """Half a message is waited for as long as a stalled transfer, and no longer."""
     with pair(transfer_stall_s=0.3) as (link, raw):
         raw.sendall(HEAD.pack(10) + b"half")
         with pytest.raises(LinkError, match=r"nothing moved for 0\.3 s"):

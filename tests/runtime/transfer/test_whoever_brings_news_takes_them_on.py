@@ -71,6 +71,7 @@ def hold(reader: Engine, owner: Engine, block: int) -> tuple[LegKey, StartPull]:
 
 
 def test_a_pull_from_a_known_peer_waits_for_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins, moves and ends while the reader's own thread does nothing."""
     owner = make_engine(fill=True)
     monkeypatch.setattr(control_reader, "PeerSockets", Paused)
     reader = make_engine(limits=make_limits(first_renew_s=10.0))
@@ -84,6 +85,7 @@ def test_a_pull_from_a_known_peer_waits_for_no_other_thread(monkeypatch: pytest.
 
 
 def test_a_sleeping_thread_is_woken_for_what_is_due_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is held while the reader's thread sleeps for a minute is renewed when that is due."""
     monkeypatch.setattr(control_reader, "_IDLE_S", 60.0)
     owner, reader = make_engine(fill=True), make_engine(limits=make_limits(first_renew_s=0.2, lease_s=30.0))
     with running(owner, reader):

@@ -71,8 +71,8 @@ class BackendContext:
     """What a back end is given. `lookup` and `wake` may be called from any thread.
 
     `lookup`: the blocks of a lease now, if it is live. `release`: all of it has been copied to a reader (reader,
-    message id, lease). `wake`: a read has progressed or ended; it may call the back end on this very thread, so no lock may
-    be held that a call takes.
+    message id, lease). `wake`: a read has progressed or ended; it may call the back end on this very thread, so no
+    lock may be held that a call takes.
     """
 
     kv_key: bytes
