@@ -28,6 +28,7 @@ class Answer:
     error: str = ""  # an explicit error, of the answer or in the stream
     cut: str = ""  # how the connection broke
     resumed: list[str] = field(default_factory=list)  # why other pods went on with it, as its comments say
+    ended_at: float = 0.0  # on the monotonic clock, of a client of `Traffic`
 
     @property
     def path(self) -> str:
@@ -147,9 +148,11 @@ class Traffic:
             prompt = f"{PROMPT} This is question {asked} of client {number}."
             if self._prompts:
                 prompt = self._prompts[(asked + number) % len(self._prompts)]
-            self.answers.append(self._asker(prompt))
+            answer = self._asker(prompt)
+            answer.ended_at = time.monotonic()
+            self.answers.append(answer)
             asked += 1
-            if not self.answers[-1].whole:
+            if not answer.whole:
                 self._stop.wait(0.2)
 
     def start(self) -> None:

@@ -1,19 +1,16 @@
 """How pods leave. A watch keeps the last word of each, since its object is gone when one could ask."""
 
-import json
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
-from urllib.parse import quote
 
 from e2e.harness.kubectl import Object
 from e2e.harness.service import Service
 from e2e.harness.waiting import wait_for
+from e2e.harness.watching import PODS, SLICES, ready_pods, watching
 
 # From the word that a pod terminates until it gets nothing new: a second, and more on a machine that is overloaded.
 UNREADY_S = 3.0
@@ -94,13 +91,8 @@ class Departures:
 
     def take_slice(self, kind: str, found: Object) -> None:
         """One event of the EndpointSlices' watch."""
-        ready = {
-            endpoint["targetRef"]["name"]
-            for endpoint in found.get("endpoints") or ()
-            if endpoint.get("conditions", {}).get("ready", True)
-        }
         with self._lock:
-            self._slices[found["metadata"]["uid"]] = set() if kind == "DELETED" else ready
+            self._slices[found["metadata"]["uid"]] = set() if kind == "DELETED" else ready_pods(found)
             self._mark_unready()
 
     def _mark_unready(self) -> None:
@@ -113,34 +105,8 @@ class Departures:
 @contextmanager
 def departures(service: Service) -> Iterator[Departures]:
     """Watch a service's pods while the body of the ``with`` runs."""
-    watching = Departures(service)
-    namespace, selector = service.kubectl.namespace, quote(service.selector)
-    paths = {
-        f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices": watching.take_slice,
-        f"/api/v1/namespaces/{namespace}/pods": watching.take_pod,
-    }
-    processes, threads = [], []
-    try:
-        for path, take in paths.items():
-            command = ["kubectl", "get", "--raw", f"{path}?watch=1&labelSelector={selector}"]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            processes.append(process)
-            threads.append(threading.Thread(target=_read, args=(process, take)))
-            threads[-1].start()
+    seen = Departures(service)
+    with watching(service, {SLICES: seen.take_slice, PODS: seen.take_pod}):
         names = {pod["metadata"]["name"] for role in ("prefill", "decode", "router") for pod in service.pods(role)}
-        wait_for(lambda: names <= {pod.name for pod in watching._pods.values()}, "the watch of the pods", 30)
-        yield watching
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
-        for thread in threads:
-            thread.join(10)
-
-
-def _read(process: "subprocess.Popen[str]", take: Any) -> None:
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            event = json.loads(line)
-            take(event["type"], event["object"])
+        wait_for(lambda: names <= {pod.name for pod in seen._pods.values()}, "the watch of the pods", 30)
+        yield seen
