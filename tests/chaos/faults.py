@@ -4,6 +4,7 @@ A fault of links is not undone step by step: after each beginning and end the pl
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Literal, Protocol
 
@@ -42,7 +43,7 @@ class Plant(Protocol):
         """SIGSTOP of the engine alone if it serves, or of the whole pod. Returns what ``resume`` needs, or nothing."""
 
     async def resume(self, paused: tuple[int, ...]) -> None:
-        """SIGCONT of what was paused and is still there."""
+        """SIGCONT of these, as far as they are still there."""
 
     async def links(self, rules: Iterable[LinkRule]) -> None:
         """These rules hold for packets between pods from now on, and no others."""
@@ -66,6 +67,7 @@ class Injector:
     def __init__(self, plant: Plant, say: Callable[[str], None]) -> None:
         self._plant, self._say = plant, say
         self._rules: dict[int, tuple[LinkRule, ...]] = {}
+        self._stopped: Counter[int] = Counter()  # process -> faults that it stands still for
         self.applied: list[Applied] = []
 
     async def perform(self, schedule: Iterable[Fault]) -> None:
@@ -139,13 +141,15 @@ class Injector:
         async def pause() -> bool:
             nonlocal paused
             paused = await self._plant.pause(pod, part)
+            self._stopped.update(paused)
             return bool(paused)
 
         try:
             if (hit_at := await _patiently(pause)) is not None:
                 await asyncio.sleep(lasts)
         finally:
-            await self._plant.resume(paused)
+            self._stopped.subtract(paused)
+            await self._plant.resume(tuple(pid for pid in paused if not self._stopped[pid]))
         return hit_at
 
     async def _change_links(self, number: int, rules: tuple[LinkRule, ...]) -> None:

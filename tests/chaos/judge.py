@@ -140,15 +140,21 @@ def _restarts(seen: Evidence) -> Iterator[str]:
         elif death.asked and death.part == "server" and death.status and not _harmed(seen, death):
             yield f"{death.pod} was asked to end and did so with status {death.status} {_at(seen, death.at)}"
     for applied in seen.applied:
-        if _outlasts_patience(applied) and not any(_answers(death, applied) for death in seen.deaths):
+        if _outlasts_patience(seen, applied) and not any(_answers(death, applied) for death in seen.deaths):
             yield f"the engine of {applied.fault.targets[0]}, wedged {_at(seen, applied.at)}, was never replaced"
     yield from _shown("logged", list(seen.tracebacks))
 
 
-def _outlasts_patience(applied: Applied) -> bool:
-    """Whether an engine stood still for longer than its server may watch it."""
-    wedged = applied.fault.kind is Kind.WEDGE_ENGINE and applied.hit
-    return wedged and applied.healed_at - applied.at >= LONG_WEDGE_S - NEAR_S
+def _outlasts_patience(seen: Evidence, applied: Applied) -> bool:
+    """Whether an engine stood still for longer than its server may watch it, which a paused server does not."""
+    if applied.fault.kind is not Kind.WEDGE_ENGINE or not applied.hit:
+        return False
+    paused = sum(
+        max(0.0, min(each.healed_at, applied.healed_at) - max(each.at, applied.at))
+        for each in seen.applied
+        if each.fault.kind is Kind.PAUSE_POD and each.hit and each.fault.targets == applied.fault.targets
+    )
+    return applied.healed_at - applied.at - paused >= LONG_WEDGE_S - NEAR_S
 
 
 def _answers(death: Death, applied: Applied) -> bool:

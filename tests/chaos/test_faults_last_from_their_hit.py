@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from tests.chaos import faults
@@ -85,3 +86,18 @@ async def test_what_never_comes_is_told(kind: Kind, monkeypatch: pytest.MonkeyPa
     assert [what for what, _ in plant.done] == {Kind.RESTART_POD: ["start"], Kind.WEDGE_ENGINE: ["resume ()"]}.get(
         kind, []
     )
+
+
+class Twice(LatePlant):
+    """Each pod is a server (1) and an engine (2)."""
+
+    async def pause(self, pod: str, part: Part) -> tuple[int, ...]:
+        return (2,) if part == "engine" else (1, 2)
+
+
+async def test_a_process_stands_still_for_as_long_as_any_fault_wants_it() -> None:
+    """A pod that is paused for a while within a wedge goes on without its engine."""
+    plant = Twice()
+    wedge, pause = fault(Kind.WEDGE_ENGINE), fault(Kind.PAUSE_POD)
+    await Injector(plant, lambda line: None).perform([wedge, msgspec.structs.replace(pause, until=LASTS_S / 3)])
+    assert [what for what, _ in plant.done] == ["resume (1,)", "resume (2,)"]

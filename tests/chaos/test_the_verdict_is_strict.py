@@ -78,6 +78,17 @@ def test_what_is_right_passes() -> None:
     assert findings(replace(GOOD, records=[*GOOD.records, error, cut, refused]), LEAST, judge_memory=True) == []
 
 
+def test_a_paused_server_watches_nobody() -> None:
+    """Of a wedge of 24 s the server saw 21, which its patience may outlast."""
+    wedged = also(GOOD, applied=applied(Kind.WEDGE_ENGINE, ("decode-1",), 10, 34, number=3))
+    assert (
+        findings(also(wedged, applied=applied(Kind.PAUSE_POD, ("decode-1",), 20, 23, 4)), LEAST, judge_memory=True)
+        == []
+    )
+    other = also(wedged, applied=applied(Kind.PAUSE_POD, ("decode-0",), 20, 23, 4))
+    assert findings(other, LEAST, judge_memory=True) != []
+
+
 def test_the_kernel_ends_what_a_memory_limit_leaves_no_room_for() -> None:
     """That is no death by itself; one that comes long after it is."""
     full = also(GOOD, applied=applied(Kind.OOM_KILL, ("decode-1",), 40, 40.5, number=3))
