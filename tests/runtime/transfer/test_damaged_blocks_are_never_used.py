@@ -24,11 +24,11 @@ BEFORE_BLOCKS = NONCE_BYTES + PROOF_BYTES + HEAD.size + len(encode(ReadReply("ok
 
 @pytest.mark.parametrize("at", [0, 1, 20 * BLOCK_BYTES + 77, 40 * BLOCK_BYTES - 1], ids=str)
 def test_a_bit_that_flips_on_its_way_costs_a_recompute_and_no_wrong_byte(at: int) -> None:
-    """The pull ends with `checksum`; its owner, which has sent all, has its blocks back; the next pull is good."""
+    """The pull ends with `checksum`; its owner has its blocks back, whatever it hears first; the next is good."""
     owner, reader = make_engine(fill=True), make_engine()
     with running(owner, reader), Proxy(owner.ports.data, flip_at=BEFORE_BLOCKS + at) as proxy:
         assert reader.pull(through(proxy, owner.grant((REMOTE,), PROMPT)), (LOCAL,)).reason == "checksum"
-        assert owner.next_post() == LeaseEnded(lease_id=1, why="released")
+        assert owner.next_post() in [LeaseEnded(lease_id=1, why=why) for why in ("released", "failed")]
         assert reader.service.state().pulls_failed == {"checksum": 1}
         assert reader.pull(owner.grant((REMOTE,), PROMPT), (LOCAL,)).reason == ""
         assert reader.bytes_of(0, LOCAL) == owner.bytes_of(0, REMOTE)
