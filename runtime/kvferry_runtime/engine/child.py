@@ -1,24 +1,17 @@
-"""One EngineCore process and the two local sockets to it, for one life of the process."""
+"""One EngineCore process and the socket to it, for one life of the process."""
 
 import asyncio
 import os
-import shutil
+import socket
 import subprocess
-import tempfile
-from pathlib import Path
-
-import msgspec
-import zmq
-import zmq.asyncio
+from collections import deque
 
 from kvferry_runtime.engine import messages
+from kvferry_runtime.engine.message_socket import MessageSocket
 from kvferry_runtime.engine.messages import Downward, EngineConfig, Upward
 from kvferry_service import logs
 from kvferry_service.parent import Child, own_module, spawn
 from kvferry_wire.limits import Limits
-
-IDENTITY = b"engine"  # of the EngineCore's DEALER
-_ROUTE_S = 10.0
 
 _log = logs.get_logger(__name__)
 
@@ -28,24 +21,23 @@ class EngineGoneError(Exception):
 
 
 class EngineChild:
-    """Starts at construction; ``close`` ends the process, hard if need be, and both sockets."""
+    """Starts at construction, in a running event loop; ``close`` ends the process, hard if need be, and the socket."""
 
-    def __init__(self, context: zmq.asyncio.Context, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._limits: Limits = config.limits
-        self._folder: Path | None = Path(tempfile.mkdtemp(prefix="kvferry-"))  # mode 0700: no other user gets in
-        self._down: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.ROUTER)
-        self._up = context.socket(zmq.PULL)
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        self._socket = MessageSocket(ours, self._limits.engine_messages)
         try:
-            self._down.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._down.setsockopt(zmq.SNDHWM, self._limits.engine_messages)
-            self._up.setsockopt(zmq.RCVHWM, self._limits.engine_messages)
-            config = msgspec.structs.replace(config, down=f"ipc://{self._folder}/down", up=f"ipc://{self._folder}/up")
-            self._down.bind(config.down)
-            self._up.bind(config.up)
-            self._child = self._spawn(config)
+            self._child = _spawn(config, theirs.fileno())
         except BaseException:
-            self._close_sockets()
+            self._socket.close()
             raise
+        finally:
+            theirs.close()
+        self._arrived: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._loop.add_reader(ours.fileno(), self._readable)
 
     @property
     def pid(self) -> int:
@@ -58,26 +50,19 @@ class EngineChild:
     def send(self, message: Downward) -> None:
         """Hand a message over. Raises ``EngineGoneError``."""
         try:
-            self._down.send_multipart([IDENTITY, messages.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+            if not self._socket.send(messages.encode(message)):
+                raise EngineGoneError(f"the engine takes no message: {self._limits.engine_messages} wait")
+        except OSError as error:
             raise EngineGoneError(f"the engine takes no message: {error.strerror}") from None
-
-    async def connected(self) -> None:
-        """Wait until messages can be sent, then leave no name behind. Call after the first message came up."""
-        deadline = asyncio.get_running_loop().time() + _ROUTE_S
-        while True:
-            try:
-                self.send(messages.SnapshotRequest(number=0))
-                break
-            except EngineGoneError:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise
-                await asyncio.sleep(0.01)
-        self._unlink()
+        if self._socket.waiting:
+            self._loop.add_writer(self._socket.fileno(), self._writable)
 
     async def receive(self) -> Upward:
-        """The next message up; waits for ever (the watchdog judges silence)."""
-        return messages.decode_up(await self._up.recv())
+        """The next message up; waits for ever (the watchdog judges silence, and the process's end)."""
+        while not self._arrived:
+            self._news.clear()
+            await self._news.wait()
+        return messages.decode_up(self._arrived.popleft())
 
     def kill(self) -> None:
         """SIGKILL: also ends a stopped process."""
@@ -97,39 +82,42 @@ class EngineChild:
             process.kill()
             await asyncio.to_thread(process.wait)
         self._child.let_go()
-        self._close_sockets()
+        self._close_socket()
 
-    def _spawn(self, config: EngineConfig) -> Child:
-        env = dict(os.environ)
-        env["OMP_NUM_THREADS"] = str(config.threads)
-        child = spawn(
-            own_module("kvferry_runtime.engine.process"),
-            env=env,
-            stdin=subprocess.PIPE,
-        )
-        stdin = child.process.stdin
-        assert stdin is not None
+    def _readable(self) -> None:
+        self._arrived += self._socket.receive()
+        self._news.set()
+        if self._socket.ended:
+            self._loop.remove_reader(self._socket.fileno())
+
+    def _writable(self) -> None:
         try:
-            stdin.write(messages.encode(config))  # at most a few KiB: a pipe takes it without a reader
-            stdin.close()
-        except BrokenPipeError:
-            pass  # it has ended already; its exit status says so
-        return child
+            done = self._socket.flush()
+        except OSError:
+            done = True  # it is gone, which the watchdog tells
+        if done:
+            self._loop.remove_writer(self._socket.fileno())
 
-    def _close_sockets(self) -> None:
-        self._down.close(0)
-        self._up.close(0)
-        self._unlink()
-
-    def _unlink(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+    def _close_socket(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
 
 
-def socket_folder(config: EngineConfig) -> Path:
-    """Where the two sockets of an engine's configuration have their names, as long as they have any."""
-    return Path(config.down.removeprefix("ipc://")).parent
+def _spawn(config: EngineConfig, fd: int) -> Child:
+    env = dict(os.environ)
+    env["OMP_NUM_THREADS"] = str(config.threads)
+    argv = [*own_module("kvferry_runtime.engine.process"), "--link-fd", str(fd)]
+    child = spawn(argv, env=env, stdin=subprocess.PIPE, pass_fds=(fd,))
+    stdin = child.process.stdin
+    assert stdin is not None
+    try:
+        stdin.write(messages.encode(config))  # at most a few KiB: a pipe takes it without a reader
+        stdin.close()
+    except BrokenPipeError:
+        pass  # it has ended already; its exit status says so
+    return child
 
 
 def _ended(process: "subprocess.Popen[bytes]", within_s: float) -> bool:

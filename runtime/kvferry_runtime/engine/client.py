@@ -11,14 +11,11 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from kvferry_runtime.core.messages import AbortLeg, Drain, FailOut, HandOver, LegKey, StopChoice, Submit
 from kvferry_runtime.engine.child import EngineChild, EngineGoneError
 from kvferry_runtime.engine.messages import (
     Batch,
-    Connected,
     Downward,
     EngineConfig,
     EngineStats,
@@ -60,7 +57,6 @@ class EngineClient:
         self._config = config
         self._limits = config.limits
         self._on_ready = on_ready
-        self._context = zmq.asyncio.Context()
         self._child: EngineChild | None = None
         self._streams = LegStreams(self._limits.leg_outputs)
         self._snapshots: dict[int, asyncio.Future[bytes]] = {}
@@ -99,7 +95,6 @@ class EngineClient:
         if self._child is not None and self.state is not EngineState.RUNNING:
             self._child.kill()  # it is loading, or has failed: nothing there is worth waiting for
         await self._end_life(EngineState.STOPPED)
-        self._context.term()
 
     @property
     def pid(self) -> int | None:
@@ -248,8 +243,8 @@ class EngineClient:
             self.starts += 1
             self._silence_s = 0.0
             try:
-                self._child = EngineChild(self._context, self._config)
-            except (OSError, zmq.ZMQError) as error:  # no process, no memory, no descriptor: perhaps later
+                self._child = EngineChild(self._config)
+            except OSError as error:  # no process, no memory, no descriptor: perhaps later
                 why: str | NotStarted = f"it could not be started: {error.strerror}"
             else:
                 why = await self._live(self._child)
@@ -292,9 +287,9 @@ class EngineClient:
             self._silence_s = 0.0
             if isinstance(message, NotStarted):
                 return message
-            await self._on_message(child, message)
+            await self._on_message(message)
 
-    async def _on_message(self, child: EngineChild, message: Upward) -> None:
+    async def _on_message(self, message: Upward) -> None:
         match message:
             case Batch():
                 self.ticks = message.ticks
@@ -313,8 +308,6 @@ class EngineClient:
                 future = self._snapshots.get(message.number)
                 if future is not None and not future.done():
                     future.set_result(message.snapshot)
-            case Connected():
-                await child.connected()
             case Ready():
                 await self._on_start(message)
             case NotStarted():

@@ -1,15 +1,16 @@
-"""The EngineCore's end of the local sockets, its inbox and what wakes it. For the loop's one thread, but ``post``."""
+"""The EngineCore's end of the socket to its server, its inbox, and what wakes it. One thread's, but for ``post``."""
 
 import os
+import select
+import socket
 import time
 from collections import deque
 
-import zmq
-
 from kvferry_runtime.core.messages import Posted
 from kvferry_runtime.engine import messages
-from kvferry_runtime.engine.child import IDENTITY
-from kvferry_runtime.engine.messages import Downward, EngineConfig, Upward
+from kvferry_runtime.engine.message_socket import MessageSocket
+from kvferry_runtime.engine.messages import Downward, Stop, Upward
+from kvferry_wire.limits import Limits
 
 _BLOCKED_S = 10.0
 
@@ -48,21 +49,13 @@ class Waker:
 class Link:
     """Messages down from the server and in from the transfer threads; messages up to the server."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", config: EngineConfig) -> None:
-        self._down = context.socket(zmq.DEALER)
-        self._down.setsockopt(zmq.IDENTITY, IDENTITY)
-        self._up = context.socket(zmq.PUSH)
-        for socket in (self._down, self._up):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, config.limits.engine_messages)
-            socket.setsockopt(zmq.RCVHWM, config.limits.engine_messages)
-        self._down.connect(config.down)
-        self._up.connect(config.up)
+    def __init__(self, end: socket.socket, limits: Limits) -> None:
+        self._server = MessageSocket(end, limits.engine_messages)
         self._waker = Waker()
         self._posted: deque[Posted] = deque()
-        self._poller = zmq.Poller()
-        self._poller.register(self._down, zmq.POLLIN)
-        self._poller.register(self._waker.read_fd, zmq.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(self._server, select.POLLIN)
+        self._poller.register(self._waker.read_fd, select.POLLIN)
 
     def post(self, event: Posted) -> None:
         """From the transfer's threads: put an event into the inbox and wake the loop."""
@@ -74,38 +67,60 @@ class Link:
         self._waker.wake()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something is in the inbox, someone woke the loop, or the time is up."""
+        """Return when something is in the inbox, someone woke the loop, what waits can leave, or the time is up."""
         if not self._posted:
+            leaving = select.POLLOUT if self._server.waiting else 0
+            self._poller.modify(self._server, select.POLLIN | leaving)
             self._poller.poll(max(0, int(timeout_s * 1000)))
         self._waker.clear()
 
     def inbox(self) -> list[Downward | Posted]:
-        """All that has arrived, without waiting."""
+        """All that has arrived, without waiting. A server that is gone is one that says ``Stop``."""
+        self._flush()
         found: list[Downward | Posted] = []
         while self._posted:
             found.append(self._posted.popleft())
-        while True:
-            try:
-                found.append(messages.decode_down(self._down.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return found
+        found += map(messages.decode_down, self._server.receive())
+        if self._server.ended:
+            found.append(Stop())
+        return found
 
     def send(self, message: Upward) -> None:
-        """Send up. Raises ``ServerGoneError`` when the server has not made room for 10 s."""
+        """Send up. Raises ``ServerGoneError`` when the server is gone, or has not made room for 10 s."""
         data = messages.encode(message)
         deadline = time.monotonic() + _BLOCKED_S
-        while True:
-            try:
-                self._up.send(data, zmq.NOBLOCK)
-                return
-            except zmq.Again:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise ServerGoneError(f"the API server has taken nothing for {_BLOCKED_S:.0f} s") from None
-                self._up.poll(int(left * 1000), zmq.POLLOUT)
+        try:
+            while not self._server.send(data):
+                if not self._left_by(deadline):
+                    raise ServerGoneError(f"the API server has taken nothing for {_BLOCKED_S:.0f} s")
+        except OSError as error:
+            raise ServerGoneError(f"the API server is gone: {error.strerror}") from None
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close the sockets; what was sent up last gets so many seconds to leave."""
-        self._down.close(0)
-        self._up.close(int(linger_s * 1000))
+        """Close the socket; what was sent up last gets so many seconds to leave."""
+        deadline = time.monotonic() + linger_s
+        try:
+            while self._server.waiting and self._left_by(deadline):
+                pass
+        except OSError:
+            pass  # nobody is there to take it
+        self._server.close()
         self._waker.close()
+
+    def _flush(self) -> None:
+        try:
+            self._server.flush()
+        except OSError:
+            pass  # the server is gone, as `receive` tells
+
+    def _left_by(self, deadline: float) -> bool:
+        """Wait until some of what waits has left, at most until ``deadline``. Raises ``OSError``."""
+        poller = select.poll()
+        poller.register(self._server, select.POLLOUT)
+        before = self._server.waiting
+        while time.monotonic() < deadline:
+            poller.poll(max(1, int((deadline - time.monotonic()) * 1000)))
+            self._server.flush()
+            if self._server.waiting < before:
+                return True
+        return False

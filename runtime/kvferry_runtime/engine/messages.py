@@ -1,9 +1,8 @@
-"""What crosses between the API server and its EngineCore process, as msgpack over two local ZMQ sockets.
+"""What crosses between the API server and its EngineCore process, as msgpack over one socket (``message_socket``).
 
-Down (ROUTER -> DEALER): ``Downward``, one per message. Up (PUSH -> PULL): ``Upward``, one per message; a step's outputs
-travel together in one ``Batch``. The sockets are in a folder that only this user can enter, unlinked once both ends are
-connected. ``EngineConfig`` goes down first, on the process's standard input, so that no key is ever in an argument,
-in the environment or in a file of ours.
+Down: ``Downward``. Up: ``Upward``; a step's outputs travel together in one ``Batch``. The engine inherits its end of
+the socket, which has no name. ``EngineConfig`` goes down first, on the process's standard input, so that no key is
+ever in an argument, in the environment or in a file of ours.
 """
 
 import msgspec
@@ -38,8 +37,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_port: int = 0
     keys: ServiceKeys | None = None
     limits: Limits = DEFAULT_LIMITS
-    down: str  # ZMQ endpoints of the API server's sockets
-    up: str
     log_json: bool | None = None
     log_level: str = "INFO"
 
@@ -74,10 +71,6 @@ Downward = (
 
 
 # ---- up ----------------------------------------------------------------------------------------------------------
-
-
-class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
-    """The first message up: the process is there and begins to load. The sockets' names are not needed any more."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -150,7 +143,7 @@ class SnapshotReply(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
     snapshot: bytes  # msgpack of kvferry_wire.state.Snapshot
 
 
-Upward = Connected | Ready | NotStarted | Heartbeat | Batch | SnapshotReply
+Upward = Ready | NotStarted | Heartbeat | Batch | SnapshotReply
 
 HEARTBEAT_S = 0.5
 

@@ -1,23 +1,23 @@
-"""The EngineCore process: ``python -m kvferry_runtime.engine.process --parent-fd N``, its configuration on stdin.
+"""The EngineCore process: ``python -m kvferry_runtime.engine.process --link-fd N --parent-fd M``.
+
+Its configuration comes on standard input.
 
 Started by ``engine.child`` alone. Exit status: 0 after an ordered end, 1 after a failure (the API server starts
 another process), 2 when it cannot run as configured.
 """
 
 import argparse
-import shutil
+import os
 import signal
+import socket
 import sys
-import time
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from kvferry_runtime.engine import messages
-from kvferry_runtime.engine.child import socket_folder
 from kvferry_runtime.engine.link import Link, ServerGoneError
-from kvferry_runtime.engine.messages import Connected, EngineConfig, NotStarted, Ready
+from kvferry_runtime.engine.messages import EngineConfig, NotStarted, Ready
 from kvferry_runtime.engine.state_stream import StateNumbers, StatePublisher
 from kvferry_runtime.engine.turns import EngineLoop
 from kvferry_runtime.model.errors import ModelError
@@ -30,7 +30,6 @@ from kvferry_wire.hashing import CompatFields
 
 _CONFIG_BYTES = 1 << 20
 _GRACE_S = 2.0
-_REMOVAL_S = 2.0  # for a live server to take the sockets' names away
 # Threads that renew leases and move KV want the interpreter for some microseconds at a time; while a step computes in
 # Python each of these would wait for the interpreter's own 5 ms.
 _SWITCH_S = 0.0005
@@ -41,7 +40,8 @@ _log = logs.get_logger(__name__)
 def main() -> int:
     parser = argparse.ArgumentParser(prog="kvferry_runtime.engine.process")
     parser.add_argument("--parent-fd", type=int, required=True)
-    parent_fd = parser.parse_args().parent_fd
+    parser.add_argument("--link-fd", type=int, required=True)
+    given = parser.parse_args()
     # A terminal's Ctrl-C reaches the whole group; the API server decides when its engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
@@ -50,18 +50,11 @@ def main() -> int:
     if config.keys is not None:
         logs.redact(secret_strings(config.keys))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = Link(context, config)
+    os.set_inheritable(given.link_fd, False)
+    link = Link(socket.socket(fileno=given.link_fd), config.limits)
     process = EngineProcess(config, context, link)
-    link.send(Connected())
-    # The kernel's signal leaves no time to tidy up: it is asked for once there is nothing to tidy.
-    _wait_for_removal(socket_folder(config))
-
-    def alone() -> None:
-        shutil.rmtree(socket_folder(config), ignore_errors=True)  # left by a server that died too early
-        process.stop()
-
     # Nothing of value is left once the server is gone, and a stopped process must go too.
-    die_with_parent(parent_fd, alone, grace_s=_GRACE_S, death_signal=signal.SIGKILL)
+    die_with_parent(given.parent_fd, process.stop, grace_s=_GRACE_S, death_signal=signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda *_: process.stop())
     status = process.run()
     link.close(linger_s=1.0)
@@ -152,12 +145,6 @@ class EngineProcess:
             self._transfer.close(_GRACE_S)
         if self._publisher is not None:
             self._publisher.close()
-
-
-def _wait_for_removal(folder: Path) -> None:
-    deadline = time.monotonic() + _REMOVAL_S
-    while folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
 
 
 def _transfer_config(config: EngineConfig, ready: Ready, compat: CompatFields) -> TransferConfig:

@@ -49,6 +49,8 @@ from kvferry_wire.handle import KVHandle
 from kvferry_wire.state import Load
 
 _TICK_S = 0.25  # an idle loop turns at least this often
+_QUIET_S = 0.01  # without a message or a step, before an engine that has become idle checks its books
+_UNCHECKED_S = 1.0  # at most, for an idle engine that hears something all the time
 
 _log = logs.get_logger(__name__)
 
@@ -113,7 +115,8 @@ class EngineLoop:
         self._heartbeat_at = -HEARTBEAT_S
         self._draining = False
         self._told: Load | None = None  # by the last heartbeat
-        self._was_idle = True
+        self._unchecked = False  # something has happened since the books were checked last
+        self._checked_at = self._busy_at = clock()
         self._outputs: list[EngineOutput] = []
         self._handles: dict[LegKey, KVHandle] = {}  # of grants whose output follows in the same effects
         self._leases: dict[LegKey, int] = {}  # live ones, by the leg that they were granted to
@@ -132,7 +135,8 @@ class EngineLoop:
 
     def _turn(self) -> bool:
         """One turn; returns whether a step was computed."""
-        for message in self._link.inbox():
+        heard = self._link.inbox()
+        for message in heard:
             self._take(message)
         self._route(self._core.expire(self._clock()))
         plan, effects = self._core.schedule(self._clock())
@@ -145,7 +149,9 @@ class EngineLoop:
             self._outputs.clear()
         self._publish()
         self._beat()
-        self._check_when_idle()
+        if heard or plan is not None:
+            self._busy_at, self._unchecked = self._clock(), True
+        self._check_when_quiet()
         return plan is not None
 
     def _compute(self, plan: StepPlan) -> StepResult:
@@ -257,20 +263,30 @@ class EngineLoop:
                 self._transfer.check_alive()
             self._link.send(Heartbeat(ticks=self._ticks, load=load, stats=self._stats()))
 
-    def _check_when_idle(self) -> None:
-        """What was live is checked as soon as nothing is, all blocks over the idle turns that follow."""
-        idle = self._core.idle()
-        if idle and not self._was_idle:
+    def _check_when_quiet(self) -> None:
+        """What was live is checked once nothing is and nothing happens, all blocks over the idle turns that follow.
+
+        Not between the messages of a hand-off: who waits for the next would wait for the check. Where it is never
+        quiet, the check comes once a second.
+        """
+        now = self._clock()
+        if not self._core.idle():
+            return
+        if now - self._busy_at < _QUIET_S and now - self._checked_at < _UNCHECKED_S:
+            return
+        self._checked_at = now
+        if self._unchecked:
+            self._unchecked = False
             self._core.check_accounts()
             if self._transfer is not None:
                 self._transfer.check_integrity()
-        elif idle:
+        else:
             self._core.walk_idle()
-        self._was_idle = idle
 
     def _wait_s(self) -> float:
         now = self._clock()
-        until = min(self._heartbeat_at + HEARTBEAT_S, self._core.next_deadline, now + _TICK_S)
+        tick_at = self._busy_at + _QUIET_S if self._unchecked and self._core.idle() else now + _TICK_S
+        until = min(self._heartbeat_at + HEARTBEAT_S, self._core.next_deadline, tick_at)
         return max(0.001, until - now)
 
     def _stats(self) -> EngineStats:

@@ -165,8 +165,6 @@ def _engine_config(config: ServerConfig, folder: ModelFolder, keys: ServiceKeys 
         state_port=config.state_port,
         keys=keys,
         limits=config.limits,
-        down="",
-        up="",
         log_json=config.log_json,
         log_level=config.log_level,
     )

@@ -1,7 +1,8 @@
-"""The API server's end of the engine: closing it at any time leaves no process, no socket and no folder."""
+"""The API server's end of the engine: closing it at any time leaves no process, no socket and no file."""
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,13 +24,13 @@ pytestmark = pytest.mark.processes
 
 
 def make_client() -> EngineClient:
-    return EngineClient(EngineConfig(model="toy", model_digest="", threads=1, down="", up="", log_level="WARNING"))
+    return EngineClient(EngineConfig(model="toy", model_digest="", threads=1, log_level="WARNING"))
 
 
 @pytest.mark.usefixtures("open_files")
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.5])
 async def test_closing_while_it_starts(after_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the process is there, before its sockets are, and while it loads."""
+    """Before the process is there, before it has its socket, and while it loads."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = {child.pid for child in psutil.Process().children()}
     client = make_client()
@@ -73,20 +74,24 @@ async def test_the_working_directory_shadows_no_module(tmp_path: Path, monkeypat
         await client.close()
 
 
-async def test_the_sockets_names_are_gone_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder goes when the process has connected, not when the model is loaded."""
+def closes_on_exec(pid: int, fd: str) -> bool:
+    (flags,) = re.findall(r"flags:\s+(\d+)", Path(f"/proc/{pid}/fdinfo/{fd}").read_text())
+    return bool(int(flags, 8) & os.O_CLOEXEC)
+
+
+async def test_nothing_of_the_engine_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other process can reach the socket, and the engine hands it to none of its own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     client = make_client()
     client.start()
     try:
         async with asyncio.timeout(30):
-            while not os.listdir(tmp_path):  # noqa: ASYNC110 - another process's doing
-                await asyncio.sleep(0.001)
-            while os.listdir(tmp_path):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            assert client.state is EngineState.STARTING
-            assert client.info is None
             await client.wait_ready()
+        assert not os.listdir(tmp_path)
+        assert client.pid is not None
+        inherited = psutil.Process(client.pid).cmdline()
+        fd = inherited[inherited.index("--link-fd") + 1]
+        assert closes_on_exec(client.pid, fd)
     finally:
         await client.close()
 
@@ -97,7 +102,7 @@ SERVER = """
     from kvferry_runtime.engine.messages import EngineConfig
     tempfile.tempdir = sys.argv[1]
     async def main():
-        client = EngineClient(EngineConfig(model="toy", model_digest="", threads=1, down="", up=""))
+        client = EngineClient(EngineConfig(model="toy", model_digest="", threads=1))
         client.start()
         await asyncio.sleep(0.01)
         print(client.pid, flush=True)
@@ -108,7 +113,7 @@ SERVER = """
 
 @pytest.mark.parametrize("after_s", [0.0, 0.4])
 def test_kill_9_of_the_server_while_the_engine_starts_leaves_nothing(tmp_path: Path, after_s: float) -> None:
-    """The engine removes the folder that the server could not, and ends."""
+    """The engine ends, and has left no file."""
     code = textwrap.dedent(SERVER)
     server = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     try:

@@ -200,13 +200,34 @@ def test_a_failing_step_ends_the_loop() -> None:
         Rig(runner=Failing()).run(make_submit())
 
 
-def test_integrity_is_checked_when_work_ends() -> None:
-    """A broken account is found at the first idle turn."""
+def test_integrity_is_checked_when_work_has_ended() -> None:
+    """A broken account is found in the first quiet moment, for which the loop does not wait longer than that."""
     rig = Rig()
     assert rig.transfer is not None
     rig.transfer.broken = True
+    rig.run(make_submit())
+    rig.loop._turn()
+    assert rig.loop._wait_s() <= 0.01
+    rig.advance(0.011)
     with pytest.raises(RuntimeError, match="scripted"):
-        rig.run(make_submit())
+        rig.loop._turn()
+
+
+def test_no_check_comes_between_the_messages_of_a_hand_off() -> None:
+    """Who waits for an answer does not wait for the books; an engine that is never quiet checks them once a second."""
+    rig = Rig()
+    assert rig.transfer is not None
+    rig.transfer.broken = True
+    rig.run(make_submit("a", "prefill"))
+    while rig.now < 0.95:
+        rig.link.give(PrefillAnswered(lease_id=1, delivered=True))
+        rig.loop._turn()
+        rig.advance(0.005)
+    with pytest.raises(RuntimeError, match="scripted"):
+        while rig.now < 2.0:
+            rig.link.give(PrefillAnswered(lease_id=1, delivered=True))
+            rig.loop._turn()
+            rig.advance(0.005)
 
 
 def test_blocks_that_nobody_references_are_walked_while_nothing_is_to_do() -> None:
@@ -216,6 +237,7 @@ def test_blocks_that_nobody_references_are_walked_while_nothing_is_to_do() -> No
     with pytest.raises(IntegrityError, match="on the free list twice"):
         rig.run(make_submit())
         for _ in range(4):
+            rig.advance(0.25)
             rig.loop._turn()
 
 
@@ -234,7 +256,7 @@ def test_messages_hold_no_key_in_their_repr() -> None:
     from kvferry_wire.keys import ServiceKeys
 
     keys = ServiceKeys(http=b"h" * 32, kv=b"k" * 32, state=b"s" * 32, hash=b"a" * 32)
-    config = EngineConfig(model="toy", model_digest="", threads=1, keys=keys, down="d", up="u")
+    config = EngineConfig(model="toy", model_digest="", threads=1, keys=keys)
     assert "kkkk" not in repr(config)
     assert decode_config(encode(config)) == config
     assert msgspec.structs.replace(config, keys=None).keys is None

@@ -27,7 +27,7 @@ START_S = 60.0
 
 @asynccontextmanager
 async def running(model: str) -> AsyncIterator[EngineClient]:
-    config = EngineConfig(model=model, model_digest="", threads=1, down="", up="", log_level="WARNING", limits=LIMITS)
+    config = EngineConfig(model=model, model_digest="", threads=1, log_level="WARNING", limits=LIMITS)
     client = EngineClient(config)
     client.start()
     try:

@@ -27,7 +27,7 @@ async def serving(
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, web.Application]]:
     """A pod's application whose engine never starts."""
     config = parse(["toy", *flags])
-    engine = EngineClient(EngineConfig(model="toy", model_digest="", threads=1, down="", up=""))
+    engine = EngineClient(EngineConfig(model="toy", model_digest="", threads=1))
     pod = Pod(config=config, engine=engine, metrics=PodMetrics(engine), model_digest="", port=0, version="0")
     app = build_pod_app(pod, keys)
     listener = listen("127.0.0.1", 0)

@@ -1,0 +1,92 @@
+"""Whole messages over a stream socket between the API server and its EngineCore. One per end, for one thread there.
+
+A message is a 4-byte little-endian length and as many bytes. Nothing here waits: what the kernel does not take at once
+is kept in order, up to a number of messages, and leaves with ``flush``.
+"""
+
+import socket
+import struct
+from collections import deque
+
+_HEAD = struct.Struct("<I")
+_READ = 256 * 2**10  # above what the kernel keeps by default: one read takes all
+
+
+class MessageSocket:
+    """Owns ``end``, one end of a ``socket.socketpair``. ``limit``: messages that may wait to be sent."""
+
+    def __init__(self, end: socket.socket, limit: int) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._limit = limit
+        self._leaving: deque[memoryview] = deque()
+        self._arrived = bytearray()
+        self.ended = False  # the other end is closed and all that it sent was received
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: bytes) -> bool:
+        """Send a message behind those that wait. False: as many wait as may, and this one was not taken.
+
+        Raises ``OSError`` when the other end is closed.
+        """
+        if len(self._leaving) >= self._limit:
+            return False
+        self._leaving.append(memoryview(_HEAD.pack(len(message)) + message))
+        if len(self._leaving) == 1:
+            self.flush()
+        return True
+
+    def flush(self) -> bool:
+        """Send what waits, as far as it is taken; whether nothing waits any more. Raises ``OSError`` like ``send``."""
+        while self._leaving:
+            data = self._leaving[0]
+            try:
+                sent = self._socket.send(data)
+            except BlockingIOError:
+                return False
+            if sent < len(data):
+                self._leaving[0] = data[sent:]
+                return False
+            self._leaving.popleft()
+        return True
+
+    @property
+    def waiting(self) -> int:
+        """Messages that have not left, the last part of one included."""
+        return len(self._leaving)
+
+    def receive(self) -> list[bytes]:
+        """The whole messages that are here."""
+        while not self.ended:
+            try:
+                data = self._socket.recv(_READ)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                data = b""  # it was closed with something of ours unread
+            self._arrived += data
+            self.ended = not data
+            if len(data) < _READ:
+                break
+        return self._cut()
+
+    def _cut(self) -> list[bytes]:
+        messages = []
+        start = 0
+        with memoryview(self._arrived) as arrived:
+            while len(arrived) - start >= _HEAD.size:
+                (length,) = _HEAD.unpack_from(arrived, start)
+                end = start + _HEAD.size + length
+                if len(arrived) < end:
+                    break
+                messages.append(bytes(arrived[start + _HEAD.size : end]))
+                start = end
+        del self._arrived[:start]
+        return messages
+
+    def close(self) -> None:
+        """What waits is lost; what the kernel took still reaches the other end. Idempotent."""
+        self._leaving.clear()
+        self._socket.close()
