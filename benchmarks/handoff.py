@@ -32,6 +32,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
+import uvloop
 
 from kvferry_runtime.model.fetch import default_root, fetch
 from kvferry_service.key_files import create_keys, load_keys
@@ -109,22 +110,23 @@ class HandOff:
 
 
 async def hand_off(session: aiohttp.ClientSession, prefill: str, decode: str, leg: Leg) -> HandOff:
-    """One answer, computed on the first pod and continued on the second."""
+    """One answer, computed on the first pod and continued on the second; prefill's stream stays open, as a router's."""
     began, answered = time.perf_counter(), 0.0
-    async for now, frame in frames(session, prefill + "/internal/v1/prefill", leg):
-        if isinstance(frame, Prefilled):
-            answered, prefilled = now, frame
-    if prefilled.handle is None:
-        raise SystemExit("prefill gave no handle: the answer ended with its first token")
-    second = msgspec.structs.replace(
-        leg, attempt=1, handle=prefilled.handle, choices=(ChoiceState(emitted=prefilled.first),)
-    )
     times: list[float] = []
-    async for now, frame in frames(session, decode + "/internal/v1/generate", second):
-        if isinstance(frame, Tokens):
-            times += [now] * len(frame.ids)
-        elif isinstance(frame, End) and frame.recomputed:
-            raise SystemExit(f"recomputed: {frame.recomputed}")
+    async for at, frame in frames(session, prefill + "/internal/v1/prefill", leg):
+        if not isinstance(frame, Prefilled):
+            continue
+        if frame.handle is None:
+            raise SystemExit("prefill gave no handle: the answer ended with its first token")
+        answered = at
+        second = msgspec.structs.replace(
+            leg, attempt=1, handle=frame.handle, choices=(ChoiceState(emitted=frame.first),)
+        )
+        async for now, token in frames(session, decode + "/internal/v1/generate", second):
+            if isinstance(token, Tokens):
+                times += [now] * len(token.ids)
+            elif isinstance(token, End) and token.recomputed:
+                raise SystemExit(f"recomputed: {token.recomputed}")
     # The first token is prefill's, passed on at once.
     step = times[-1] - times[-2] if len(times) > 1 else 0.0
     own = times[1 - leg.sampling.max_tokens]
@@ -143,6 +145,7 @@ def make_leg(name: str, tokens: int, seed: int, *, largest_id: int = 40_000, ans
         sampling=Sampling(seed=1, max_tokens=answer, temperature=0.0, ignore_eos=True),
         format=AnswerFormat(kind="completion", stream=True, include_usage=False, response_id="r", created=1, model="m"),
         extras=KeyExtras(),
+        attached=True,
     )
 
 
@@ -220,7 +223,7 @@ def main() -> int:
                 )
                 for more in ((), ("--no-checksums",))
             )
-            asyncio.run(measure(folder, pair, plain, sizes, given.rounds))
+            uvloop.run(measure(folder, pair, plain, sizes, given.rounds))
     return 0
 
 

@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import aiohttp
+import uvloop
 from handoff import frames, hand_off, make_leg, pod
 
 from kvferry_runtime.core.messages import GrantLease, HoldLease, LegKey, Posted, PullFinished, StartPull
@@ -300,7 +301,7 @@ def measure_end_to_end(bare: BareSocket, rounds: int) -> None:
         folder = Path(name)
         create_keys(folder / "keys")
         with pod(folder, "toy", "prefill", TOY_KV) as prefill, pod(folder, "toy", "decode", TOY_KV) as decode:
-            pairs, step = asyncio.run(hand_offs(folder, prefill, decode, bare, rounds))
+            pairs, step = uvloop.run(hand_offs(folder, prefill, decode, bare, rounds))
     print(f"\nhand-off of {TOY_TOKENS} tokens of the toy model between two pods (4 KiB of KV), of {len(pairs)}")
     print(f"  one decode step, left out: {step * 1e3:.2f} ms")
     print_fixed_cost([whole - step for whole, _ in pairs], [wire for _, wire in pairs], END_TO_END_TARGET_MS)
@@ -315,7 +316,7 @@ async def hand_offs(
         pairs = []
         for number in range(rounds * 10 + 10):
             await asyncio.sleep(PAUSE_S)
-            leg = make_leg(f"e2e-{number}", TOY_TOKENS, number, largest_id=500, answer=2)
+            leg = make_leg(f"e2e-{number}", TOY_TOKENS, number, largest_id=500)
             timed = await hand_off(session, prefill, decode, leg)
             pairs.append((timed.hand_off, bare.take(4096)))
         times: list[float] = []

@@ -1,9 +1,10 @@
 """Legs in the API server: a ``Leg`` goes to the engine, its outputs come back as frames.
 
-A leg is an async iterator of frame groups; a group is what may be written at once. Closing the iterator before its
-end (the caller's connection broke) aborts the leg in the engine. After the group that holds ``Prefilled`` or
-``Handoff`` the caller asks for the next one when, and only when, the group was written: that starts the lease. Of an
-attached leg ``Alive`` follows, until the lease is taken up or over; closing the iterator before ends the lease.
+A leg is an async iterator of frame groups; a group is what may be written at once. The first comes as soon as the
+engine has the leg, or the leg has failed; it may be empty. Closing the iterator before its end (the caller's connection
+broke) aborts the leg in the engine. After the group that holds ``Prefilled`` or ``Handoff`` the caller asks for the
+next one when, and only when, the group was written: that starts the lease. Of an attached leg ``Alive`` follows, until
+the lease is taken up or over; closing the iterator before ends the lease.
 """
 
 import logging
@@ -69,13 +70,14 @@ class Legs:
     async def prefill(self, leg: Leg) -> AsyncGenerator[FrameGroup]:
         """The frames of a prefill leg: ``Alive``, then ``Prefilled`` or ``Fail``."""
         clock = self._metrics.started("prefill", self._now())
-        opened = self._open(leg, "prefill")
+        opened = self._fault(leg, "prefill") or self._open(leg, "prefill")
         if isinstance(opened, Fail):
             yield [self._failed(opened)]
             return
         undelivered: int | None = None
         ended = False
         try:
+            yield []
             async for output in _outputs(self._engine, opened, self._limits):
                 if isinstance(output, Alive):
                     yield [output]
@@ -125,8 +127,7 @@ class Legs:
         ended = told = False
         undelivered: int | None = None
         try:
-            if opening := answer.opening():
-                yield opening
+            yield answer.opening()
             async for output in _outputs(self._engine, opened, self._limits):
                 if isinstance(output, Alive):
                     yield [output]
@@ -213,9 +214,7 @@ class Legs:
         return None
 
     def _open(self, leg: Leg, kind: str) -> LegStream | Fail:
-        fault = self._fault(leg, kind)
-        if fault is not None:
-            return fault
+        """Give a leg that has no fault to the engine."""
         submit = Submit(
             key=LegKey(leg.internal_id, leg.attempt),
             kind="prefill" if kind == "prefill" else "generate",
