@@ -106,11 +106,12 @@ class HandOff:
 
     whole: float  # from the request to decode's first own token
     hand_off: float  # of it, from prefill's answer on
-    step: float  # one decode step after it; 0 for an answer of two tokens
+    step: float  # one decode step after it
 
 
 async def hand_off(session: aiohttp.ClientSession, prefill: str, decode: str, leg: Leg) -> HandOff:
     """One answer, computed on the first pod and continued on the second; prefill's stream stays open, as a router's."""
+    leg = msgspec.structs.replace(leg, attached=True)
     began, answered = time.perf_counter(), 0.0
     times: list[float] = []
     async for at, frame in frames(session, prefill + "/internal/v1/prefill", leg):
@@ -122,15 +123,16 @@ async def hand_off(session: aiohttp.ClientSession, prefill: str, decode: str, le
         second = msgspec.structs.replace(
             leg, attempt=1, handle=frame.handle, choices=(ChoiceState(emitted=frame.first),)
         )
-        async for now, token in frames(session, decode + "/internal/v1/generate", second):
-            if isinstance(token, Tokens):
-                times += [now] * len(token.ids)
-            elif isinstance(token, End) and token.recomputed:
-                raise SystemExit(f"recomputed: {token.recomputed}")
+        async for now, own in frames(session, decode + "/internal/v1/generate", second):
+            if isinstance(own, Tokens):
+                times += [now] * len(own.ids)
+            elif isinstance(own, End) and own.recomputed:
+                raise SystemExit(f"recomputed: {own.recomputed}")
+    if len(times) < leg.sampling.max_tokens - 1:
+        raise SystemExit(f"{len(times)} tokens came from decode, of {leg.sampling.max_tokens - 1}")
     # The first token is prefill's, passed on at once.
-    step = times[-1] - times[-2] if len(times) > 1 else 0.0
-    own = times[1 - leg.sampling.max_tokens]
-    return HandOff(whole=own - began, hand_off=own - answered, step=step)
+    first = times[1 - leg.sampling.max_tokens]
+    return HandOff(whole=first - began, hand_off=first - answered, step=times[-1] - times[-2])
 
 
 def make_leg(name: str, tokens: int, seed: int, *, largest_id: int = 40_000, answer: int = ANSWER_TOKENS) -> Leg:
@@ -145,7 +147,6 @@ def make_leg(name: str, tokens: int, seed: int, *, largest_id: int = 40_000, ans
         sampling=Sampling(seed=1, max_tokens=answer, temperature=0.0, ignore_eos=True),
         format=AnswerFormat(kind="completion", stream=True, include_usage=False, response_id="r", created=1, model="m"),
         extras=KeyExtras(),
-        attached=True,
     )
 
 

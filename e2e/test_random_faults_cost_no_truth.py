@@ -137,8 +137,8 @@ def test_faults_drawn_by_chance(service: Service, nodes: Nodes) -> None:
     assert not untrue, f"{told}\n{untrue}"
     print(f"{len(clients.answers)} answers, {len(broken)} ended in an explicit error:")
     print("\n".join(f"{answer.ended_at - begun:6.1f} s: {answer.error}" for answer in broken))
-    refused = [(answer.told(), pods) for answer in broken if (pods := decode.settled(answer.ended_at))]
-    assert not refused, f"{told}\n{refused}"
+    refused = decode.refused(broken)
+    assert not refused, "\n".join([told, *refused])
     assert len(clients.answers) - len(broken) >= CLIENTS, told
     assert harms >= (len(done) - 1) // 2, told
     wait_for(lambda: len(engines(service)) == 4, "the pods that leave to be gone", 120, service.told)

@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from e2e.harness.asking import Answer
 from e2e.harness.kubectl import Object
 from e2e.harness.service import Service
 from e2e.harness.waiting import wait_for
@@ -18,8 +19,9 @@ SETTLED_S = 10.0
 class Readiness:
     """The times for which EndpointSlices called a role's pods ready, on this machine's monotonic clock."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._role = role
+        self._clock = clock
         self._slices: dict[str, set[str]] = {}
         self._since: dict[str, float] = {}  # pods that are ready now
         self._times: list[tuple[str, float, float]] = []  # pod, from, to
@@ -31,7 +33,7 @@ class Readiness:
             return
         with self._lock:
             self._slices[found["metadata"]["uid"]] = set() if kind == "DELETED" else ready_pods(found)
-            self._change(set().union(*self._slices.values()), time.monotonic())
+            self._change(set().union(*self._slices.values()), self._clock())
 
     def _change(self, ready: set[str], now: float) -> None:
         for name in self._since.keys() - ready:
@@ -49,6 +51,14 @@ class Readiness:
         with self._lock:
             times = [*self._times, *((name, since, float("inf")) for name, since in self._since.items())]
         return {name for name, since, until in times if since <= moment - SETTLED_S and moment + SETTLED_S <= until}
+
+    def refused(self, answers: Iterable[Answer]) -> list[str]:
+        """Those that ended in an error though a pod had to take them, each with the pods that had to."""
+        return [
+            f"{answer.told()}, though {', '.join(sorted(pods))} had to take it"
+            for answer in answers
+            if not answer.whole and (pods := self.settled(answer.ended_at))
+        ]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from urllib.parse import quote
 
@@ -16,36 +16,65 @@ SLICES = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 Take = Callable[[str, Object], None]  # the event's type, the object
 
 
+class Watch:
+    """One path's watch, and the thread that reads it."""
+
+    def __init__(self, command: Sequence[str], take: Take) -> None:
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._take = take
+        self._why_ended = ""
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            with self._process.stdout as lines:
+                for line in lines:
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":
+                        raise ValueError(f"the API server says {event['object']}")
+                    self._take(event["type"], event["object"])
+            self._why_ended = "its connection has ended"
+        except Exception as error:  # kept, and raised by `check`
+            self._why_ended = f"{type(error).__name__}: {error}"
+
+    def check(self) -> None:
+        """Raise ``WatchEndedError`` if it tells nothing any more: what was seen is not all that was."""
+        if self._why_ended:
+            raise WatchEndedError(f"{' '.join(map(str, self._process.args))}: {self._why_ended}")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+        self._thread.join(10)
+
+
+class WatchEndedError(AssertionError):
+    """A watch ended before who watches did."""
+
+
 @contextmanager
 def watching(service: Service, takes: Mapping[str, Take]) -> Iterator[None]:
     """Hand over each event of these paths' watches while the body of the ``with`` runs.
 
     A watch begins with what is there; nothing waits for that.
+
+    Raises:
+        WatchEndedError: behind a body that ended well, when a watch did not last as long.
     """
     selector = quote(service.selector)
-    processes, threads = [], []
+    watches = []
     try:
         for path, take in takes.items():
             address = f"{path.format(namespace=service.kubectl.namespace)}?watch=1&labelSelector={selector}"
-            process = subprocess.Popen(["kubectl", "get", "--raw", address], stdout=subprocess.PIPE, text=True)
-            processes.append(process)
-            threads.append(threading.Thread(target=_read, args=(process, take)))
-            threads[-1].start()
+            watches.append(Watch(["kubectl", "get", "--raw", address], take))
         yield
+        for watch in watches:
+            watch.check()
     finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
-        for thread in threads:
-            thread.join(10)
-
-
-def _read(process: "subprocess.Popen[str]", take: Take) -> None:
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            event = json.loads(line)
-            take(event["type"], event["object"])
+        for watch in watches:
+            watch.end()
 
 
 def ready_pods(found: Object) -> set[str]:

@@ -1,8 +1,8 @@
 """Walks the blocks of an idle engine in slices, so that no turn of its loop takes as long as there are blocks.
 
-The accounts of live references are checked at once when an engine becomes idle (``KVManager.check_accounts``). What
+The accounts of live references are checked whole when an engine has become idle (``KVManager.check_accounts``). What
 nobody references is most of a large pool: each block of it has to be in exactly one place, and each cached one to be
-found by its name. As long as no block changes hands, a slice of it is looked at per turn.
+found by its name. As long as no block changes hands, a slice of it is looked at per idle turn.
 """
 
 from kvferry_runtime.core.integrity import IntegrityError

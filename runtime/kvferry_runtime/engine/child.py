@@ -28,16 +28,16 @@ class EngineChild:
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         self._socket = MessageSocket(ours, self._limits.engine_messages)
+        self._arrived: deque[bytes] = deque()
+        self._news = asyncio.Event()
         try:
+            self._loop.add_reader(ours.fileno(), self._readable)
             self._child = _spawn(config, theirs.fileno())
         except BaseException:
-            self._socket.close()
+            self._close_socket()
             raise
         finally:
             theirs.close()
-        self._arrived: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        self._loop.add_reader(ours.fileno(), self._readable)
 
     @property
     def pid(self) -> int:

@@ -1,8 +1,10 @@
 """The EngineCore's end of the socket to its server, its inbox, and what wakes it. One thread's, but for ``post``."""
 
+import math
 import os
 import select
 import socket
+import threading
 import time
 from collections import deque
 
@@ -13,6 +15,8 @@ from kvferry_runtime.engine.messages import Downward, Stop, Upward
 from kvferry_wire.limits import Limits
 
 _BLOCKED_S = 10.0
+_REST_MS = 5  # for more of a message that has begun to arrive
+_ROOM_MS = 100  # between two looks at whether the link closes
 
 
 class ServerGoneError(RuntimeError):
@@ -47,7 +51,11 @@ class Waker:
 
 
 class Link:
-    """Messages down from the server and in from the transfer threads; messages up to the server."""
+    """Messages down from the server and in from the transfer threads; messages up to the server.
+
+    A message up that the kernel takes leaves on the caller's thread. What it does not take at once, a large snapshot
+    for one, leaves by a thread that is there for nothing else, so that it does not wait for the steps in between.
+    """
 
     def __init__(self, end: socket.socket, limits: Limits) -> None:
         self._server = MessageSocket(end, limits.engine_messages)
@@ -56,6 +64,12 @@ class Link:
         self._poller = select.poll()
         self._poller.register(self._server, select.POLLIN)
         self._poller.register(self._waker.read_fd, select.POLLIN)
+        self._rest = select.poll()
+        self._rest.register(self._server, select.POLLIN)
+        self._sending = threading.Condition()  # guards sending on `_server`, and what follows
+        self._closes_at = math.inf
+        self._sender = threading.Thread(target=self._send_late, name="engine-sender", daemon=True)
+        self._sender.start()
 
     def post(self, event: Posted) -> None:
         """From the transfer's threads: put an event into the inbox and wake the loop."""
@@ -67,20 +81,25 @@ class Link:
         self._waker.wake()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something is in the inbox, someone woke the loop, what waits can leave, or the time is up."""
+        """Return when something is in the inbox, someone woke the loop, or the time is up."""
         if not self._posted:
-            leaving = select.POLLOUT if self._server.waiting else 0
-            self._poller.modify(self._server, select.POLLIN | leaving)
-            self._poller.poll(max(0, int(timeout_s * 1000)))
+            self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
         self._waker.clear()
 
     def inbox(self) -> list[Downward | Posted]:
-        """All that has arrived, without waiting. A server that is gone is one that says ``Stop``."""
-        self._flush()
+        """All that has arrived; the rest of a large message is waited for while it comes.
+
+        A server that is gone is one that says ``Stop``.
+        """
         found: list[Downward | Posted] = []
         while self._posted:
             found.append(self._posted.popleft())
-        found += map(messages.decode_down, self._server.receive())
+        begun = self._server.begun
+        arrived = self._server.receive()
+        while self._server.begun not in (0, begun) and self._rest.poll(_REST_MS):
+            begun = self._server.begun
+            arrived += self._server.receive()
+        found += map(messages.decode_down, arrived)
         if self._server.ended:
             found.append(Stop())
         return found
@@ -88,39 +107,37 @@ class Link:
     def send(self, message: Upward) -> None:
         """Send up. Raises ``ServerGoneError`` when the server is gone, or has not made room for 10 s."""
         data = messages.encode(message)
-        deadline = time.monotonic() + _BLOCKED_S
-        try:
-            while not self._server.send(data):
-                if not self._left_by(deadline):
-                    raise ServerGoneError(f"the API server has taken nothing for {_BLOCKED_S:.0f} s")
-        except OSError as error:
-            raise ServerGoneError(f"the API server is gone: {error.strerror}") from None
+        with self._sending:
+            try:
+                while not self._server.send(data):
+                    if not self._sending.wait_for(lambda: self._server.has_room, _BLOCKED_S):
+                        raise ServerGoneError(f"the API server has taken nothing for {_BLOCKED_S:.0f} s")
+            except OSError as error:
+                raise ServerGoneError(f"the API server is gone: {error.strerror}") from None
+            if self._server.waiting:
+                self._sending.notify_all()
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket; what was sent up last gets so many seconds to leave."""
-        deadline = time.monotonic() + linger_s
-        try:
-            while self._server.waiting and self._left_by(deadline):
-                pass
-        except OSError:
-            pass  # nobody is there to take it
+        with self._sending:
+            self._closes_at = time.monotonic() + linger_s
+            self._sending.notify_all()
+        self._sender.join()
         self._server.close()
         self._waker.close()
 
-    def _flush(self) -> None:
-        try:
-            self._server.flush()
-        except OSError:
-            pass  # the server is gone, as `receive` tells
-
-    def _left_by(self, deadline: float) -> bool:
-        """Wait until some of what waits has left, at most until ``deadline``. Raises ``OSError``."""
+    def _send_late(self) -> None:
         poller = select.poll()
         poller.register(self._server, select.POLLOUT)
-        before = self._server.waiting
-        while time.monotonic() < deadline:
-            poller.poll(max(1, int((deadline - time.monotonic()) * 1000)))
-            self._server.flush()
-            if self._server.waiting < before:
-                return True
-        return False
+        while True:
+            with self._sending:
+                self._sending.wait_for(lambda: self._server.waiting or self._closes_at < math.inf)
+                if not self._server.waiting or time.monotonic() >= self._closes_at:
+                    return
+            poller.poll(_ROOM_MS)
+            with self._sending:
+                try:
+                    self._server.flush()
+                except OSError:
+                    pass  # the server is gone: whoever sends next is told
+                self._sending.notify_all()

@@ -1,7 +1,7 @@
-"""Whole messages over a stream socket between the API server and its EngineCore. One per end, for one thread there.
+"""Whole messages over a stream socket between the API server and its EngineCore.
 
 A message is a 4-byte little-endian length and as many bytes. Nothing here waits: what the kernel does not take at once
-is kept in order, up to a number of messages, and leaves with ``flush``.
+is kept in order, up to a number of messages, and leaves with ``flush``. One thread at a time may send, and one receive.
 """
 
 import socket
@@ -9,7 +9,7 @@ import struct
 from collections import deque
 
 _HEAD = struct.Struct("<I")
-_READ = 256 * 2**10  # above what the kernel keeps by default: one read takes all
+_READ = 256 * 2**10  # above what the kernel keeps by default
 
 
 class MessageSocket:
@@ -20,6 +20,7 @@ class MessageSocket:
         self._socket = end
         self._limit = limit
         self._leaving: deque[memoryview] = deque()
+        self._broken: OSError | None = None  # why nothing can be sent any more
         self._arrived = bytearray()
         self.ended = False  # the other end is closed and all that it sent was received
 
@@ -29,9 +30,11 @@ class MessageSocket:
     def send(self, message: bytes) -> bool:
         """Send a message behind those that wait. False: as many wait as may, and this one was not taken.
 
-        Raises ``OSError`` when the other end is closed.
+        Raises ``OSError`` from when the other end is closed on; what waited then is lost.
         """
-        if len(self._leaving) >= self._limit:
+        if self._broken is not None:
+            raise self._broken
+        if not self.has_room:
             return False
         self._leaving.append(memoryview(_HEAD.pack(len(message)) + message))
         if len(self._leaving) == 1:
@@ -46,6 +49,10 @@ class MessageSocket:
                 sent = self._socket.send(data)
             except BlockingIOError:
                 return False
+            except OSError as error:
+                self._leaving.clear()
+                self._broken = error.with_traceback(None)
+                raise
             if sent < len(data):
                 self._leaving[0] = data[sent:]
                 return False
@@ -57,15 +64,25 @@ class MessageSocket:
         """Messages that have not left, the last part of one included."""
         return len(self._leaving)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more message may wait."""
+        return len(self._leaving) < self._limit
+
+    @property
+    def begun(self) -> int:
+        """Bytes that are here of a message that is not whole."""
+        return len(self._arrived)
+
     def receive(self) -> list[bytes]:
-        """The whole messages that are here."""
+        """The whole messages that are here. A socket that fails is one that ends."""
         while not self.ended:
             try:
                 data = self._socket.recv(_READ)
             except BlockingIOError:
                 break
-            except ConnectionResetError:
-                data = b""  # it was closed with something of ours unread
+            except OSError:
+                data = b""  # a reset, for one: it was closed with something of ours unread
             self._arrived += data
             self.ended = not data
             if len(data) < _READ:

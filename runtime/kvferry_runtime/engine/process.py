@@ -87,7 +87,10 @@ class EngineProcess:
         except Exception as error:  # noqa: BLE001 - whatever it is, the server must hear why there is no engine
             _log.error("the engine cannot start: %s", error, exc_info=not _is_config_error(error))
             message = str(error) if _is_config_error(error) else repr(error)
-            self._link.send(NotStarted(message=message, port_taken=exits.port_taken(error)))
+            try:
+                self._link.send(NotStarted(message=message, port_taken=exits.port_taken(error)))
+            except ServerGoneError as gone:
+                _log.error("%s", gone)
             self._close()
             return 2
         status = 0

@@ -50,7 +50,7 @@ from kvferry_wire.state import Load
 
 _TICK_S = 0.25  # an idle loop turns at least this often
 _QUIET_S = 0.01  # without a message or a step, before an engine that has become idle checks its books
-_UNCHECKED_S = 1.0  # at most, for an idle engine that hears something all the time
+_UNCHECKED_S = 1.0  # from a step to the check, and between two checks, where it is never quiet
 
 _log = logs.get_logger(__name__)
 
@@ -116,7 +116,8 @@ class EngineLoop:
         self._draining = False
         self._told: Load | None = None  # by the last heartbeat
         self._unchecked = False  # something has happened since the books were checked last
-        self._checked_at = self._busy_at = clock()
+        self._heard_at = -_QUIET_S  # a message, or a step
+        self._due_at = 0.0  # the check of an idle engine that is never quiet
         self._outputs: list[EngineOutput] = []
         self._handles: dict[LegKey, KVHandle] = {}  # of grants whose output follows in the same effects
         self._leases: dict[LegKey, int] = {}  # live ones, by the leg that they were granted to
@@ -132,6 +133,8 @@ class EngineLoop:
         while not self._stopping:
             if not self._turn():
                 self._link.wait(self._wait_s())
+        if self._core.idle():
+            self._check_books()
 
     def _turn(self) -> bool:
         """One turn; returns whether a step was computed."""
@@ -149,9 +152,7 @@ class EngineLoop:
             self._outputs.clear()
         self._publish()
         self._beat()
-        if heard or plan is not None:
-            self._busy_at, self._unchecked = self._clock(), True
-        self._check_when_quiet()
+        self._check_when_quiet(heard=bool(heard), worked=plan is not None)
         return plan is not None
 
     def _compute(self, plan: StepPlan) -> StepResult:
@@ -263,29 +264,33 @@ class EngineLoop:
                 self._transfer.check_alive()
             self._link.send(Heartbeat(ticks=self._ticks, load=load, stats=self._stats()))
 
-    def _check_when_quiet(self) -> None:
-        """What was live is checked once nothing is and nothing happens, all blocks over the idle turns that follow.
+    def _check_when_quiet(self, *, heard: bool, worked: bool) -> None:
+        """What was live is checked once nothing is and nothing happens, and then all blocks, a slice each idle turn.
 
-        Not between the messages of a hand-off: who waits for the next would wait for the check. Where it is never
-        quiet, the check comes once a second.
+        A check takes time that the other half of a hand-off would have to wait, so it keeps away from messages; of an
+        engine that hears something all the time it comes a second after the last step, and then each second.
         """
-        now = self._clock()
-        if not self._core.idle():
+        now, idle = self._clock(), self._core.idle()
+        if heard or worked:
+            self._heard_at, self._unchecked = now, True
+        if worked or not idle:
+            self._due_at = now + _UNCHECKED_S
+        if not idle or (now < self._heard_at + _QUIET_S and now < self._due_at):
             return
-        if now - self._busy_at < _QUIET_S and now - self._checked_at < _UNCHECKED_S:
-            return
-        self._checked_at = now
+        self._due_at = now + _UNCHECKED_S
+        self._check_books()
+        self._core.walk_idle()
+
+    def _check_books(self) -> None:
         if self._unchecked:
             self._unchecked = False
             self._core.check_accounts()
             if self._transfer is not None:
                 self._transfer.check_integrity()
-        else:
-            self._core.walk_idle()
 
     def _wait_s(self) -> float:
         now = self._clock()
-        tick_at = self._busy_at + _QUIET_S if self._unchecked and self._core.idle() else now + _TICK_S
+        tick_at = self._heard_at + _QUIET_S if self._unchecked and self._core.idle() else now + _TICK_S
         until = min(self._heartbeat_at + HEARTBEAT_S, self._core.next_deadline, tick_at)
         return max(0.001, until - now)
 

@@ -112,7 +112,7 @@ class _InternalRoutes:
             deadline_s = max(0, leg.deadline_ms) / 1000 + _WRITE_GRACE_S
             async with asyncio.timeout(deadline_s) as deadline, aclosing(frames):
                 async for group in frames:
-                    if not response.prepared:  # after the engine got the leg, which does not wait for it
+                    if not response.prepared:  # not before: the engine works while the headers are written
                         await response.prepare(request)
                     if any(isinstance(frame, (Prefilled, Handoff)) for frame in group):
                         # The leg has ended; what follows is as long as its lease waits for a reader.

@@ -204,8 +204,9 @@ def test_integrity_is_checked_when_work_has_ended() -> None:
     """A broken account is found in the first quiet moment, for which the loop does not wait longer than that."""
     rig = Rig()
     assert rig.transfer is not None
+    rig.link.give(make_submit("a", "prefill"))
+    rig.loop._turn()
     rig.transfer.broken = True
-    rig.run(make_submit())
     rig.loop._turn()
     assert rig.loop._wait_s() <= 0.01
     rig.advance(0.011)
@@ -213,21 +214,49 @@ def test_integrity_is_checked_when_work_has_ended() -> None:
         rig.loop._turn()
 
 
-def test_no_check_comes_between_the_messages_of_a_hand_off() -> None:
-    """Who waits for an answer does not wait for the books; an engine that is never quiet checks them once a second."""
+def test_integrity_is_checked_before_the_end() -> None:
+    """An engine that is told to stop right after its last leg has not left its books unread."""
     rig = Rig()
     assert rig.transfer is not None
     rig.transfer.broken = True
-    rig.run(make_submit("a", "prefill"))
-    while rig.now < 0.95:
+    with pytest.raises(RuntimeError, match="scripted"):
+        rig.run(make_submit())
+
+
+@pytest.mark.parametrize("step_s", [0.0, 3.0])
+def test_no_check_comes_between_the_messages_of_a_hand_off(step_s: float) -> None:
+    """However long its prompt took. One that is never quiet checks a second after its last step, then each."""
+
+    class Slow(ScriptedRunner):
+        def step(self, plan: StepPlan) -> StepResult:
+            rig.advance(step_s)
+            return super().step(plan)
+
+    rig = Rig(runner=Slow())
+    assert rig.transfer is not None
+    checks: list[float] = []
+    rig.transfer.check_integrity = lambda: checks.append(rig.now)  # type: ignore[method-assign]
+    rig.link.give(make_submit("a", "prefill"))
+    rig.loop._turn()
+    worked_at = rig.now
+    while rig.now < worked_at + 3.5:
+        rig.advance(0.005)
         rig.link.give(PrefillAnswered(lease_id=1, delivered=True))
         rig.loop._turn()
-        rig.advance(0.005)
-    with pytest.raises(RuntimeError, match="scripted"):
-        while rig.now < 2.0:
+    assert [round(at - worked_at, 1) for at in checks] == [1.0, 2.0, 3.0]
+
+
+def test_all_blocks_are_walked_though_something_is_heard() -> None:
+    """Each quiet moment between two messages looks at a slice of them."""
+    rig = Rig()
+    rig.run(make_submit())
+    rig.core._kv.pool._free[0] = rig.core._kv.pool._free[1]
+    with pytest.raises(IntegrityError, match="on the free list twice"):
+        for _ in range(10):
             rig.link.give(PrefillAnswered(lease_id=1, delivered=True))
             rig.loop._turn()
-            rig.advance(0.005)
+            rig.advance(0.05)
+            rig.loop._turn()
 
 
 def test_blocks_that_nobody_references_are_walked_while_nothing_is_to_do() -> None:
