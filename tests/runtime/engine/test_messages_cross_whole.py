@@ -1,11 +1,13 @@
 """The socket between the API server and its engine: every message whole, in order, none lost, nothing waits."""
 
+import errno
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -77,6 +79,32 @@ def test_what_was_sent_before_the_end_arrives() -> None:
             theirs.send(b"too late")
     assert theirs.waiting == 0
     theirs.close()
+
+
+def test_a_socket_that_failed_in_a_message_is_of_no_use() -> None:
+    """Whatever the error: what came behind half a message would be taken for its rest."""
+
+    class Failing(socket.socket):
+        fails = False
+
+        def send(self, data: Any, flags: int = 0) -> int:
+            if self.fails:
+                raise OSError(errno.ENOBUFS, "No buffer space available")
+            return super().send(data, flags)
+
+    ours, theirs = socket.socketpair()
+    failing = Failing(fileno=ours.detach())
+    sender, reader = MessageSocket(failing, 10), MessageSocket(theirs, 10)
+    assert sender.send(bytes(LARGE))
+    failing.fails = True
+    with pytest.raises(OSError, match="No buffer space"):
+        sender.flush()
+    failing.fails = False
+    with pytest.raises(OSError, match="No buffer space"):
+        sender.send(b"next")
+    assert reader.receive() == []
+    sender.close()
+    reader.close()
 
 
 def test_an_end_that_left_something_unread_is_an_end() -> None:
