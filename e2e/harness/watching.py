@@ -4,7 +4,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from urllib.parse import quote
 
 from e2e.harness.kubectl import Object
@@ -20,6 +20,7 @@ class Watch:
     """One path's watch, and the thread that reads it."""
 
     def __init__(self, command: Sequence[str], take: Take) -> None:
+        self._command = command
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._take = take
         self._why_ended = ""
@@ -36,13 +37,12 @@ class Watch:
                         raise ValueError(f"the API server says {event['object']}")
                     self._take(event["type"], event["object"])
             self._why_ended = "its connection has ended"
-        except Exception as error:  # kept, and raised by `check`
+        except Exception as error:  # kept, and told by `ended`
             self._why_ended = f"{type(error).__name__}: {error}"
 
-    def check(self) -> None:
-        """Raise ``WatchEndedError`` if it tells nothing any more: what was seen is not all that was."""
-        if self._why_ended:
-            raise WatchEndedError(f"{' '.join(map(str, self._process.args))}: {self._why_ended}")
+    def ended(self) -> str:
+        """Why it tells nothing any more, so that what was seen is not all that was; empty while it does."""
+        return self._why_ended and f"{' '.join(self._command)}: {self._why_ended}"
 
     def end(self) -> None:
         self._process.kill()
@@ -61,20 +61,23 @@ def watching(service: Service, takes: Mapping[str, Take]) -> Iterator[None]:
     A watch begins with what is there; nothing waits for that.
 
     Raises:
-        WatchEndedError: behind a body that ended well, when a watch did not last as long.
+        WatchEndedError: behind a body that ended well, when a watch did not last as long; else its error gets a note.
     """
     selector = quote(service.selector)
-    watches = []
-    try:
+    with ExitStack() as at_end:
+        watches = []
         for path, take in takes.items():
             address = f"{path.format(namespace=service.kubectl.namespace)}?watch=1&labelSelector={selector}"
             watches.append(Watch(["kubectl", "get", "--raw", address], take))
-        yield
-        for watch in watches:
-            watch.check()
-    finally:
-        for watch in watches:
-            watch.end()
+            at_end.callback(watches[-1].end)
+        try:
+            yield
+        except Exception as error:
+            for why in filter(None, map(Watch.ended, watches)):
+                error.add_note(f"a watch has ended: {why}")
+            raise
+        for why in filter(None, map(Watch.ended, watches)):
+            raise WatchEndedError(why)
 
 
 def ready_pods(found: Object) -> set[str]:

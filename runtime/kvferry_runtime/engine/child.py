@@ -94,7 +94,7 @@ class EngineChild:
         try:
             done = self._socket.flush()
         except OSError:
-            done = True  # it is gone, which the watchdog tells
+            done = True  # nothing leaves any more: the engine sees the end of its socket, and the watchdog that of it
         if done:
             self._loop.remove_writer(self._socket.fileno())
 

@@ -1,4 +1,7 @@
-"""The EngineCore's end of the socket to its server, its inbox, and what wakes it. One thread's, but for ``post``."""
+"""The EngineCore's end of the socket to its server, its inbox, and what wakes it.
+
+For the loop's one thread, but for ``post`` and ``wake``.
+"""
 
 import math
 import os
@@ -16,6 +19,7 @@ from kvferry_wire.limits import Limits
 
 _BLOCKED_S = 10.0
 _REST_MS = 5  # for more of a message that has begun to arrive
+_INBOX_S = 0.02  # for all that arrives meanwhile
 _ROOM_MS = 100  # between two looks at whether the link closes
 
 
@@ -66,7 +70,7 @@ class Link:
         self._poller.register(self._waker.read_fd, select.POLLIN)
         self._rest = select.poll()
         self._rest.register(self._server, select.POLLIN)
-        self._sending = threading.Condition()  # guards sending on `_server`, and what follows
+        self._sending = threading.Condition()  # guards sending on `_server`, and `_closes_at`
         self._closes_at = math.inf
         self._sender = threading.Thread(target=self._send_late, name="engine-sender", daemon=True)
         self._sender.start()
@@ -91,14 +95,15 @@ class Link:
 
         A server that is gone is one that says ``Stop``.
         """
+        until = time.monotonic() + _INBOX_S
+        begun = self._server.begun
+        arrived = self._server.receive()
+        while self._server.begun not in (0, begun) and time.monotonic() < until and self._rest.poll(_REST_MS):
+            begun = self._server.begun
+            arrived += self._server.receive()
         found: list[Downward | Posted] = []
         while self._posted:
             found.append(self._posted.popleft())
-        begun = self._server.begun
-        arrived = self._server.receive()
-        while self._server.begun not in (0, begun) and self._rest.poll(_REST_MS):
-            begun = self._server.begun
-            arrived += self._server.receive()
         found += map(messages.decode_down, arrived)
         if self._server.ended:
             found.append(Stop())

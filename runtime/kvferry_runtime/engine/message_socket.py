@@ -4,6 +4,7 @@ A message is a 4-byte little-endian length and as many bytes. Nothing here waits
 is kept in order, up to a number of messages, and leaves with ``flush``. One thread at a time may send, and one receive.
 """
 
+import contextlib
 import socket
 import struct
 from collections import deque
@@ -20,7 +21,7 @@ class MessageSocket:
         self._socket = end
         self._limit = limit
         self._leaving: deque[memoryview] = deque()
-        self._broken: OSError | None = None  # why nothing can be sent any more
+        self._broken: tuple[int, str] | None = None  # errno and words: why nothing can be sent any more
         self._arrived = bytearray()
         self.ended = False  # the other end is closed and all that it sent was received
 
@@ -30,10 +31,11 @@ class MessageSocket:
     def send(self, message: bytes) -> bool:
         """Send a message behind those that wait. False: as many wait as may, and this one was not taken.
 
-        Raises ``OSError`` from when the other end is closed on; what waited then is lost.
+        Raises ``OSError`` from the first error on, of whatever kind: what waited then is lost, and the other end sees
+        the end of its socket, since what came behind half a message would be taken for its rest.
         """
         if self._broken is not None:
-            raise self._broken
+            raise OSError(*self._broken)
         if not self.has_room:
             return False
         self._leaving.append(memoryview(_HEAD.pack(len(message)) + message))
@@ -51,7 +53,9 @@ class MessageSocket:
                 return False
             except OSError as error:
                 self._leaving.clear()
-                self._broken = error.with_traceback(None)
+                self._broken = (error.errno or 0, error.strerror or str(error))
+                with contextlib.suppress(OSError):  # not connected any more
+                    self._socket.shutdown(socket.SHUT_RDWR)
                 raise
             if sent < len(data):
                 self._leaving[0] = data[sent:]

@@ -51,6 +51,7 @@ from kvferry_wire.state import Load
 _TICK_S = 0.25  # an idle loop turns at least this often
 _QUIET_S = 0.01  # without a message or a step, before an engine that has become idle checks its books
 _UNCHECKED_S = 1.0  # from a step to the check, and between two checks, where it is never quiet
+_MOST_UNCHECKED_S = 10.0  # between two checks, where there are steps, too: from then on any idle turn will do
 
 _log = logs.get_logger(__name__)
 
@@ -116,8 +117,9 @@ class EngineLoop:
         self._draining = False
         self._told: Load | None = None  # by the last heartbeat
         self._unchecked = False  # something has happened since the books were checked last
-        self._heard_at = -_QUIET_S  # a message, or a step
-        self._due_at = 0.0  # the check of an idle engine that is never quiet
+        self._active_at = -_QUIET_S  # a message was heard, or a step computed
+        self._checked_at = clock()
+        self._due_at = 0.0  # when the next check comes though it is not quiet
         self._outputs: list[EngineOutput] = []
         self._handles: dict[LegKey, KVHandle] = {}  # of grants whose output follows in the same effects
         self._leases: dict[LegKey, int] = {}  # live ones, by the leg that they were granted to
@@ -267,17 +269,18 @@ class EngineLoop:
     def _check_when_quiet(self, *, heard: bool, worked: bool) -> None:
         """What was live is checked once nothing is and nothing happens, and then all blocks, a slice each idle turn.
 
-        A check takes time that the other half of a hand-off would have to wait, so it keeps away from messages; of an
-        engine that hears something all the time it comes a second after the last step, and then each second.
+        A check takes time that the other half of a hand-off would have to wait, so it keeps away from messages. Where
+        something is heard all the time it comes a second after the last step, then each second; with steps in between
+        at least each ten seconds.
         """
         now, idle = self._clock(), self._core.idle()
         if heard or worked:
-            self._heard_at, self._unchecked = now, True
+            self._active_at, self._unchecked = now, True
         if worked or not idle:
-            self._due_at = now + _UNCHECKED_S
-        if not idle or (now < self._heard_at + _QUIET_S and now < self._due_at):
+            self._due_at = min(now + _UNCHECKED_S, self._checked_at + _MOST_UNCHECKED_S)
+        if not idle or (now < self._active_at + _QUIET_S and now < self._due_at):
             return
-        self._due_at = now + _UNCHECKED_S
+        self._checked_at, self._due_at = now, now + _UNCHECKED_S
         self._check_books()
         self._core.walk_idle()
 
@@ -290,7 +293,7 @@ class EngineLoop:
 
     def _wait_s(self) -> float:
         now = self._clock()
-        tick_at = self._heard_at + _QUIET_S if self._unchecked and self._core.idle() else now + _TICK_S
+        tick_at = self._active_at + _QUIET_S if self._unchecked and self._core.idle() else now + _TICK_S
         until = min(self._heartbeat_at + HEARTBEAT_S, self._core.next_deadline, tick_at)
         return max(0.001, until - now)
 

@@ -1,10 +1,13 @@
 """An engine that stands still for a while gets all that was sent to it meanwhile, up to what may wait."""
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -84,7 +87,7 @@ async def tokens(client: EngineClient, stream: LegStream) -> int:
 
 @pytest.mark.parametrize("make_loop", LOOPS)
 def test_what_the_kernel_does_not_keep_arrives_too(make_loop: MakeLoop) -> None:
-    """Every leg that was taken runs to its end, in the order in which they came."""
+    """Every leg that was taken runs to its end."""
 
     async def main() -> None:
         async with running() as client:
@@ -141,3 +144,36 @@ def test_one_that_is_killed_with_messages_on_their_way_is_replaced(make_loop: Ma
             assert client.starts == 2
 
     run(make_loop, main)
+
+
+@pytest.mark.parametrize("make_loop", LOOPS)
+def test_an_engine_that_cannot_be_told_anything_is_replaced(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats would go on for ever, and every leg be refused."""
+
+    async def main() -> None:
+        async with running() as client:
+            assert client._child is not None
+            monkeypatch.setattr(client._child._socket, "_socket", Exhausted(client._child._socket._socket))
+            with pytest.raises(EngineGoneError, match="No buffer space"):
+                submit(client, 1)
+            async with asyncio.timeout(60):
+                while client.starts == 1 or client.not_ready():  # noqa: ASYNC110 - another process's doing
+                    await asyncio.sleep(0.05)
+            assert await tokens(client, submit(client, 2)) == 3
+
+    run(make_loop, main)
+
+
+class Exhausted:
+    """A socket for whose next message the system has no memory."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real = real
+
+    def send(self, data: bytes) -> int:
+        raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)

@@ -246,6 +246,21 @@ def test_no_check_comes_between_the_messages_of_a_hand_off(step_s: float) -> Non
     assert [round(at - worked_at, 1) for at in checks] == [1.0, 2.0, 3.0]
 
 
+def test_steps_do_not_keep_the_check_away_for_good() -> None:
+    """Legs and messages without a quiet moment: at least each ten seconds, in some idle turn."""
+    rig = Rig()
+    assert rig.transfer is not None
+    checks: list[float] = []
+    rig.transfer.check_integrity = lambda: checks.append(rig.now)  # type: ignore[method-assign]
+    for number in range(7000):
+        rig.advance(0.005)
+        rig.link.give(PrefillAnswered(lease_id=1, delivered=True))
+        if number % 100 == 0:
+            rig.link.give(make_submit(f"leg-{number}", sampling=Sampling(seed=1, max_tokens=1)))
+        rig.loop._turn()
+    assert [round(at) for at in checks] == [10, 20, 30]
+
+
 def test_all_blocks_are_walked_though_something_is_heard() -> None:
     """Each quiet moment between two messages looks at a slice of them."""
     rig = Rig()
