@@ -1,7 +1,7 @@
 """The operator on a real API server: how fast, how quiet, how large, how soon after a fault.
 
 Everything runs on this machine: etcd, kube-apiserver, the operator's process with the chart's rights. There are no
-nodes, so no pod starts; what is measured ends with the objects that the operator writes. Run by ``operator.py``.
+nodes, so no pod starts; what is measured ends with the objects that the operator writes. Run by ``reconcile.py``.
 
 Needs kube-apiserver, etcd and kubectl: `make test-tools`, or KUBEBUILDER_ASSETS. Prints one table:
 

@@ -1,5 +1,6 @@
 """The repository's layout: what lets every module be found, and none be shadowed."""
 
+import sys
 import tomllib
 
 from tests.repo.sources import ROOT, ROOTS, packages, shown
@@ -9,6 +10,13 @@ def test_root_folders_are_no_packages_and_hold_no_modules() -> None:
     """`operator/__init__.py` would replace the standard library's `operator` for everything started here."""
     stray = [file for root in ROOTS for file in (ROOT / root).glob("*.py")]
     assert not stray
+
+
+def test_no_script_has_the_name_of_a_library() -> None:
+    """The folder of a script that runs comes first in the search: a neighbour would be imported for the library."""
+    scripts = [file for file in (ROOT / "benchmarks").glob("*.py") if file.stem in sys.stdlib_module_names]
+    assert not [shown(file) for file in scripts]
+    assert "operator" in sys.stdlib_module_names
 
 
 def test_every_folder_of_the_tests_is_a_package() -> None:

@@ -1,6 +1,6 @@
 """The operator on a real API server: how fast, how quiet, how large, how soon after a fault.
 
-    python benchmarks/operator.py [--services 500] [--rest 60] [--rounds 3] [--json FILE]
+    python benchmarks/reconcile.py [--services 500] [--rest 60] [--rounds 3] [--json FILE]
 
 The measuring is in ``_operator_figures.py``. Scripts of this folder find this file where they ask for the standard
 library's ``operator``: asked for under that name, it gives way.
