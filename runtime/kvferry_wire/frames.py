@@ -3,11 +3,11 @@
 A frame is recorded and forwarded whole or not at all.
 """
 
-import struct
 from typing import Literal
 
 import msgspec
 
+from kvferry_wire.framing import MessageTooLongError, cut, framed
 from kvferry_wire.handle import KVHandle
 from kvferry_wire.limits import DEFAULT_LIMITS
 
@@ -84,7 +84,6 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
 
 Frame = Prefilled | Begun | Tokens | Alive | Handoff | End | Fail
 
-_HEAD = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
 
@@ -95,8 +94,7 @@ class FrameError(ValueError):
 
 def encode_frame(frame: Frame) -> bytes:
     """One frame with its length prefix."""
-    body = _encoder.encode(frame)
-    return _HEAD.pack(len(body)) + body
+    return framed(_encoder.encode(frame))
 
 
 class FrameDecoder:
@@ -113,22 +111,12 @@ class FrameDecoder:
             FrameError: a frame is longer than the cap or is not of the schema. The decoder is of no use after it.
         """
         self._buffer += data
-        frames: list[Frame] = []
-        offset = 0
-        while len(self._buffer) - offset >= _HEAD.size:
-            (length,) = _HEAD.unpack_from(self._buffer, offset)
-            if length > self._max_bytes:
-                raise FrameError(f"frame of {length} bytes; at most {self._max_bytes} are accepted")
-            end = offset + _HEAD.size + length
-            if len(self._buffer) < end:
-                break
-            try:
-                frames.append(_decoder.decode(memoryview(self._buffer)[offset + _HEAD.size : end].tobytes()))
-            except msgspec.DecodeError as error:
-                raise FrameError(f"not a frame: {error}") from error
-            offset = end
-        del self._buffer[:offset]
-        return frames
+        try:
+            return [_decoder.decode(body) for body in cut(self._buffer, self._max_bytes)]
+        except MessageTooLongError as error:
+            raise FrameError(f"frame of {error}") from error
+        except msgspec.DecodeError as error:
+            raise FrameError(f"not a frame: {error}") from error
 
     @property
     def pending_bytes(self) -> int:

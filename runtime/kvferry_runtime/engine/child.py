@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import subprocess
-from collections import deque
 
 from kvferry_runtime.engine import messages
 from kvferry_runtime.engine.message_socket import MessageSocket
@@ -28,8 +27,8 @@ class EngineChild:
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         self._socket = MessageSocket(ours, self._limits.engine_messages)
-        self._arrived: deque[bytes] = deque()
-        self._news = asyncio.Event()
+        # Not bounded but by the socket: the reader takes all that is here before the loop reads it again.
+        self._arrived: asyncio.Queue[bytes] = asyncio.Queue()
         try:
             self._loop.add_reader(ours.fileno(), self._readable)
             self._child = _spawn(config, theirs.fileno())
@@ -59,10 +58,7 @@ class EngineChild:
 
     async def receive(self) -> Upward:
         """The next message up; waits for ever (the watchdog judges silence, and the process's end)."""
-        while not self._arrived:
-            self._news.clear()
-            await self._news.wait()
-        return messages.decode_up(self._arrived.popleft())
+        return messages.decode_up(await self._arrived.get())
 
     def kill(self) -> None:
         """SIGKILL: also ends a stopped process."""
@@ -85,8 +81,8 @@ class EngineChild:
         self._close_socket()
 
     def _readable(self) -> None:
-        self._arrived += self._socket.receive()
-        self._news.set()
+        for message in self._socket.receive():
+            self._arrived.put_nowait(message)
         if self._socket.ended:
             self._loop.remove_reader(self._socket.fileno())
 

@@ -1,16 +1,17 @@
-"""Whole messages over a stream socket between the API server and its EngineCore.
+"""Whole messages (``framing``) over a stream socket between the API server and its EngineCore.
 
-A message is a 4-byte little-endian length and as many bytes. Nothing here waits: what the kernel does not take at once
+Nothing here waits: what the kernel does not take at once
 is kept in order, up to a number of messages, and leaves with ``flush``. One thread at a time may send, and one receive.
 """
 
 import contextlib
 import socket
-import struct
 from collections import deque
 
-_HEAD = struct.Struct("<I")
+from kvferry_wire.framing import cut, framed
+
 _READ = 256 * 2**10  # above what the kernel keeps by default
+_MOST = 2**30  # bytes of a message: many times a snapshot of all blocks
 
 
 class MessageSocket:
@@ -38,7 +39,7 @@ class MessageSocket:
             raise OSError(*self._broken)
         if not self.has_room:
             return False
-        self._leaving.append(memoryview(_HEAD.pack(len(message)) + message))
+        self._leaving.append(memoryview(framed(message)))
         if len(self._leaving) == 1:
             self.flush()
         return True
@@ -91,21 +92,7 @@ class MessageSocket:
             self.ended = not data
             if len(data) < _READ:
                 break
-        return self._cut()
-
-    def _cut(self) -> list[bytes]:
-        messages = []
-        start = 0
-        with memoryview(self._arrived) as arrived:
-            while len(arrived) - start >= _HEAD.size:
-                (length,) = _HEAD.unpack_from(arrived, start)
-                end = start + _HEAD.size + length
-                if len(arrived) < end:
-                    break
-                messages.append(bytes(arrived[start + _HEAD.size : end]))
-                start = end
-        del self._arrived[:start]
-        return messages
+        return cut(self._arrived, _MOST)
 
     def close(self) -> None:
         """What waits is lost; what the kernel took still reaches the other end. Idempotent."""

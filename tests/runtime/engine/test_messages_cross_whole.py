@@ -20,6 +20,7 @@ from kvferry_runtime.engine import messages
 from kvferry_runtime.engine.link import Link, ServerGoneError
 from kvferry_runtime.engine.message_socket import MessageSocket
 from kvferry_runtime.engine.messages import SnapshotReply, Stop
+from kvferry_wire.framing import framed
 from kvferry_wire.limits import DEFAULT_LIMITS, Limits
 
 LARGE = 2**20  # several times what the kernel keeps
@@ -244,22 +245,19 @@ def test_a_message_that_stops_half_way_holds_nobody_up(
     assert time.monotonic() - began < 2.5  # not 50 ms each
 
 
-def test_a_message_that_trickles_takes_no_turn_for_itself(
-    ends: tuple[Link, MessageSocket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_that_trickles_takes_no_turn_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Part by part, each in time: the turn goes on all the same, and hears what the transfer told meanwhile."""
     monkeypatch.setattr(link_module, "_REST_MS", 1000)
     engine, server = socket.socketpair()
     link = Link(engine, DEFAULT_LIMITS)
-    data = messages.encode(AbortLeg(key=LegKey("a" * 100, 0)))
-    framed = len(data).to_bytes(4, "little") + data
+    data = framed(messages.encode(AbortLeg(key=LegKey("a" * 100, 0))))
     over = threading.Event()
 
     def trickle() -> None:
-        for place in range(len(framed)):
-            server.send(framed[place : place + 1])
+        for place in range(len(data)):
+            server.send(data[place : place + 1])
             if over.wait(0.2):
-                server.sendall(framed[place + 1 :])
+                server.sendall(data[place + 1 :])
                 return
 
     sender = threading.Thread(target=trickle)
